@@ -26,6 +26,14 @@ def of_flow(**given: Any) -> Call:
     return make
 
 
+def of_member(name: str) -> Call:
+    async def make(engine: Engine) -> Given:
+        flow = await submitted(engine, "a>b")
+        return {"flow_id": flow.flow_id, name: flow.nodes["b"]}
+
+    return make
+
+
 def of_nothing(**given: Any) -> Call:
     async def make(_engine: Engine) -> Given:
         return dict(given)
@@ -95,6 +103,34 @@ async def _finished(engine: Engine) -> Given:
     return {"flow_id": flow.flow_id, "timeout": 1.0}
 
 
+async def _ended(engine: Engine) -> Given:
+    flow = await submitted(engine, "a")
+    await flow.end("a")
+    return {"flow_id": flow.flow_id}
+
+
+async def _ended_member(engine: Engine) -> Given:
+    flow = await submitted(engine, "a>b")
+    await flow.end("a")
+    return {"execution_id": flow.nodes["a"]}
+
+
+async def _resolved(engine: Engine) -> Given:
+    flow = await submitted(engine, "a>b")
+    await flow.end("a")
+    (edge,) = await engine.backend.flows.list_incoming_edges(flow.nodes["b"])
+    return {"flow_id": flow.flow_id, "edge_id": edge.edge_id, "upstream_outcome": "success"}
+
+
+async def _stuck(engine: Engine) -> Given:
+    """An execution that waits for children without any."""
+    handle = await engine.running()
+    await engine.block(handle.execution_id)
+    await engine.backend.executions.wait_children(handle)
+    await engine.unblock(handle.execution_id)
+    return {"execution_id": handle.execution_id}
+
+
 FLOW_CALLS: Mapping[str, Call] = {
     "create_flow": _created,
     "submit_flow": _graph,
@@ -108,6 +144,17 @@ FLOW_CALLS: Mapping[str, Call] = {
     "set_edge_group_policy": _undecided,
     "set_flow_tags": of_flow(tags={"app.x": "y"}),
     "cancel_flow": of_flow(),
+    "cancel_flow_header": of_flow(),
+    "replay_flow": of_flow(),
+    "delete_flow": _ended,
+    "flow_ids": of_nothing(partition=0),
+    "project_flow_summary": of_flow(),
+    "resolve_dependency": _resolved,
+    "cascade_completion": _ended_member,
+    "promote_blocked_to_eligible": _stuck,
+    "ack_cancel_member": of_member("execution_id"),
+    "drain_sibling_cancel_group": of_member("downstream_execution_id"),
+    "reconcile_sibling_cancel_group": of_member("downstream_execution_id"),
     "describe_flow": of_flow(),
     "list_flows": of_nothing(partition=0, where=FlowFilter()),
     "list_members": of_flow(),

@@ -129,6 +129,11 @@ class Engine:
         key = keys.core(execution_id.tag, execution_id)
         await self.backend.transport.call("HSET", key, "deps", "1 0 0 0 p")
 
+    async def unblock(self, execution_id: ExecutionId) -> None:
+        """Take the dependency away again."""
+        key = keys.core(execution_id.tag, execution_id)
+        await self.backend.transport.call("HDEL", key, "deps")
+
     async def now(self) -> int:
         return await self.backend.meta.server_time_ms()
 

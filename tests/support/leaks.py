@@ -21,7 +21,7 @@ _SIGNAL = re.compile(rf"^(?P<record>ff:signal:(?P<id>{_ID}):[0-9a-f-]{{36}})(:pa
 _INDEX = re.compile(
     r"^ff:idx:\{fp:\d+\}:(all_executions|lease_expiry|attempt_timeout|execution_deadline"
     r"|purge_backlog|flow_index|cascade_(backlog|failed|poison)|pending_cancel_groups"
-    r"|release_backlog|reopen_backlog|cancel_backlog|suspension_timeout|pending_waitpoint_expiry|worker:\S+:leases"
+    r"|release_backlog|reopen_backlog|replay_backlog|cancel_backlog|suspension_timeout|pending_waitpoint_expiry|worker:\S+:leases"
     r"|lane:[^:]+:(eligible(:.+)?|sigs|delayed|active|reclaimable(:.+)?|terminal|config|suspended"
     r"|blocked:\w+|claimed:.+))$"
 )

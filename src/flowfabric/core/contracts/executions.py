@@ -6,6 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from flowfabric.core.contracts import NamedOutcome
+from flowfabric.core.contracts.flows import CascadeCounts
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState, StateVector
@@ -55,6 +56,8 @@ class Completed(NamedOutcome[Literal["completed"]], frozen=True):
 
     execution_id: ExecutionId
     public_state: PublicState = PublicState.COMPLETED
+    cascade: CascadeCounts | None = None
+    """What that meant for executions that depend on it; None if none does."""
 
 
 class RetryScheduled(NamedOutcome[Literal["retry_scheduled"]], frozen=True):
@@ -67,6 +70,8 @@ class RetryScheduled(NamedOutcome[Literal["retry_scheduled"]], frozen=True):
 class TerminalFailed(NamedOutcome[Literal["terminal_failed"]], frozen=True):
     """The execution failed; it is not retried."""
 
+    cascade: CascadeCounts | None = None
+
 
 FailOutcome = RetryScheduled | TerminalFailed
 
@@ -76,6 +81,7 @@ class Cancelled(NamedOutcome[Literal["cancelled"]], frozen=True):
 
     execution_id: ExecutionId
     public_state: PublicState = PublicState.CANCELLED
+    cascade: CascadeCounts | None = None
 
 
 class Delayed(NamedOutcome[Literal["delayed"]], frozen=True):

@@ -223,6 +223,70 @@ class CascadeCounts(msgspec.Struct, frozen=True):
     pending: bool = False
 
 
+class FlowDeleted(NamedOutcome[Literal["deleted"]], frozen=True):
+    """The flow, its members and edges are gone."""
+
+    flow_id: str
+
+
+class FlowReplayed(msgspec.Struct, frozen=True):
+    """How much of a flow runs again."""
+
+    replayed: int
+    reopened: int
+    pending: bool = False
+    """Whether the rest follows in the background."""
+
+
+class HeaderCancelled(NamedOutcome[Literal["cancelled"]], frozen=True):
+    """The flow is cancelled now."""
+
+    cancellation_policy: str
+    member_execution_ids: tuple[ExecutionId, ...]
+
+
+class HeaderAlreadyTerminal(NamedOutcome[Literal["already_terminal"]], frozen=True):
+    """The flow was cancelled before."""
+
+    stored_cancellation_policy: str | None
+    stored_cancel_reason: str | None
+    member_execution_ids: tuple[ExecutionId, ...]
+
+
+class DependencyResolved(msgspec.Struct, frozen=True):
+    """What the end of an upstream meant for one child."""
+
+    verdict: Literal["satisfied", "impossible", "pending", "already_fired", "already_resolved"]
+    data_injected: bool = False
+    """Whether the upstream's result replaced the child's payload."""
+    child_skipped: bool = False
+
+
+class CascadeOutcome(msgspec.Struct, frozen=True):
+    """What the end of a member meant for those that depend on it."""
+
+    resolved: int
+    cascaded_children: int
+    """Children that ended by it."""
+    synchronous: bool
+    """Whether nothing is left to do."""
+
+
+SiblingDrain = Literal["drained", "already_drained", "drained_sans_group", "pending"]
+SiblingReconcile = Literal["no_op", "sremmed_stale", "completed_drain"]
+
+
+class FlowAudit(msgspec.Struct, frozen=True):
+    """What an audit of a flow found and did."""
+
+    outcome: Literal[
+        "consistent", "repaired", "changed", "submitting", "deleting", "deleted", "orphan_removed"
+    ]
+    """`changed`: it went on during the audit, so nothing was compared."""
+    drift: tuple[str, ...] = ()
+    """Counters that were wrong, each as `<name> <stored>><counted>`."""
+
+
 class FlowInput(msgspec.Struct, frozen=True):
     """What a satisfied edge with a name passes on."""
 

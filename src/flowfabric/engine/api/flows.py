@@ -19,6 +19,7 @@ from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId, validate_namespace, validate_text, validate_uuid
 from flowfabric.core.partition import PartitionCounts, flow_partition
+from flowfabric.core.state import PublicState
 from flowfabric.core.tags import validate_tag_filter, validate_tag_key
 from flowfabric.engine.api import check
 from flowfabric.engine.api.concern import Concern
@@ -257,6 +258,69 @@ class Flows(Concern, Protocol):
 
     async def get_inputs(self, execution_id: ExecutionId) -> flows.FlowInputs:
         """What the satisfied edges with names pass to an execution."""
+        ...
+
+    async def delete_flow(self, flow_id: str) -> flows.FlowDeleted:
+        """Delete an ended flow with all its members; `flow_not_terminal` if it has not ended."""
+        ...
+
+    async def replay_flow(self, flow_id: str, *, failed_only: bool = True) -> flows.FlowReplayed:
+        """Run failed and expired members again, and reopen what was skipped after them.
+
+        Without `failed_only`, cancelled members run again, too.
+        """
+        ...
+
+    async def flow_ids(self, partition: int, after: str = "", limit: int = 100) -> list[str]:
+        """Ids of the flows of a partition in order, hidden ones included: for upkeep."""
+        ...
+
+    async def project_flow_summary(self, flow_id: str) -> flows.FlowAudit:
+        """Compare the counters of a flow with its members, and repair them.
+
+        A flow whose retention is over, or whose submission was given up, is deleted instead.
+        """
+        ...
+
+    async def promote_blocked_to_eligible(self, execution_id: ExecutionId) -> PublicState:
+        """Let a member go on that waits for dependencies although none is open."""
+        ...
+
+    async def resolve_dependency(
+        self, flow_id: str, edge_id: str, upstream_outcome: str
+    ) -> flows.DependencyResolved:
+        """Tell a child that one upstream ended. The upstream's own record comes first."""
+        ...
+
+    async def cascade_completion(self, execution_id: ExecutionId) -> flows.CascadeOutcome:
+        """Resolve what depends on an ended member; a repeat changes nothing."""
+        ...
+
+    async def cancel_flow_header(
+        self,
+        flow_id: str,
+        reason: str = "",
+        *,
+        cancellation_policy: str = "cancel_all",
+        grace_ms: int = 30_000,
+    ) -> flows.HeaderCancelled | flows.HeaderAlreadyTerminal:
+        """The first step of `cancel_flow`: cancel as much as one call may."""
+        ...
+
+    async def ack_cancel_member(self, flow_id: str, execution_id: ExecutionId) -> int:
+        """Note that a member needs no cancel any more; returns how many still do."""
+        ...
+
+    async def drain_sibling_cancel_group(
+        self, flow_id: str, downstream_execution_id: ExecutionId
+    ) -> flows.SiblingDrain:
+        """Cancel upstreams that a decided join no longer needs, as many as one call may."""
+        ...
+
+    async def reconcile_sibling_cancel_group(
+        self, flow_id: str, downstream_execution_id: ExecutionId
+    ) -> flows.SiblingReconcile:
+        """Forget a group whose siblings have all ended; cancels nothing."""
         ...
 
     async def drain_cascade(self, partition: int, *, retry: bool = True) -> flows.CascadeCounts:

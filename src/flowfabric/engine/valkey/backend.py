@@ -14,6 +14,7 @@ from flowfabric.engine.layers.audit import audit
 from flowfabric.engine.valkey import boot
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.claims import ValkeyClaims
+from flowfabric.engine.valkey.drains import CascadeDrains
 from flowfabric.engine.valkey.executions import ValkeyExecutions
 from flowfabric.engine.valkey.feeds import ValkeyFeeds
 from flowfabric.engine.valkey.flows import ValkeyFlows
@@ -60,7 +61,8 @@ class ValkeyBackend(ClosedOnce, Backend):
         self.stream_pool = StreamPool(transport)
         calls = self.calls = FunctionCalls(transport, counts, self.max_payload_bytes)
         places = self.places = ValkeyPlaces(calls)
-        executions = self.executions = ValkeyExecutions(calls, places)
+        drains = self._drains = CascadeDrains(calls)
+        executions = self.executions = ValkeyExecutions(calls, places, drains)
         workers = self.workers = ValkeyWorkers(calls, places)
         self.reads = ValkeyReads(calls, workers)
         feeds = ValkeyFeeds(calls, places)
@@ -78,7 +80,7 @@ class ValkeyBackend(ClosedOnce, Backend):
         self.upkeep = ValkeyUpkeep(calls, places)
         self.leadership = ValkeyLeadership(calls)
         self.meta = ValkeyMeta(calls, self.stream_pool, self)
-        self.flows = ValkeyFlows(calls, places, self._events)
+        self.flows = ValkeyFlows(calls, places, self._events, drains)
         self.steps, self.budgets, self.quotas = (Absent() for _ in range(3))
         refuse_missing(self)
         audit(self)
@@ -126,3 +128,4 @@ class ValkeyBackend(ClosedOnce, Backend):
             closing.push_async_callback(self.transport.aclose)
             closing.push_async_callback(self.stream_pool.aclose)
             closing.push_async_callback(self._events.aclose)
+            closing.push_async_callback(self._drains.aclose)

@@ -7,6 +7,7 @@ import msgspec
 
 from flowfabric.core.contracts import executions
 from flowfabric.core.contracts.executions import NewExecution
+from flowfabric.core.contracts.flows import CascadeCounts
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import EngineError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId, new_uuid
@@ -16,6 +17,7 @@ from flowfabric.core.text import FAILURE_REASON_LIMIT
 from flowfabric.engine.api import check
 from flowfabric.engine.api import executions as api
 from flowfabric.engine.valkey.calls import FunctionCalls, at_once, decoding, proof, refused, text
+from flowfabric.engine.valkey.drains import CascadeDrains, cascade_of
 from flowfabric.engine.valkey.places import ValkeyPlaces, lane_limit
 
 PUBLIC: dict[bytes, PublicState] = {state.value.encode(): state for state in PublicState}
@@ -31,9 +33,10 @@ _pack = msgspec.msgpack.Encoder().encode
 class ValkeyExecutions(api.Executions):
     """`Executions` on Valkey."""
 
-    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
+    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces, drains: CascadeDrains) -> None:
         self._calls = calls
         self._places = places
+        self._drains = drains
 
     async def create_execution(self, new: NewExecution) -> executions.CreateOutcome:
         check.instance(new, NewExecution, "new")
@@ -118,7 +121,14 @@ class ValkeyExecutions(api.Executions):
             (answer,) = reply[2]
         if error := _completion_error(answer, execution_id):
             raise error
-        return executions.Completed(execution_id)
+        return executions.Completed(
+            execution_id, cascade=self._cascade(execution_id.tag, reply[3:])
+        )
+
+    def _cascade(self, tag: str, told: Sequence[Any]) -> CascadeCounts | None:
+        """What the call did for other members; what it left is continued in the background."""
+        self._drains.note(tag, told)
+        return cascade_of(told)
 
     def _completion_args(
         self, execution_id: str, fence: api.Holder, result: bytes | None, encoding: str
@@ -188,6 +198,7 @@ class ValkeyExecutions(api.Executions):
                 for position, answer in zip(part, reply[2], strict=True):
                     execution_id = items[position].handle.execution_id
                     outcomes[position] = _completion_error(answer, execution_id)
+            self._drains.note(tag, reply[5:] if claim and part is parts[-1] else reply[3:])
         return reply
 
     async def fail_execution(
@@ -211,7 +222,15 @@ class ValkeyExecutions(api.Executions):
             check.reason(failure_category, "failure_category"),
             retry_policy_json,
         )
-        return await self._calls.ask_about(execution_id, "ff_fail", args, _fail_outcome)
+
+        def outcome(reply: list[Any]) -> executions.FailOutcome:
+            if reply[2] == b"retry_scheduled":
+                return executions.RetryScheduled(int(reply[3]), int(reply[4]))
+            if reply[2] == b"terminal_failed":
+                return executions.TerminalFailed(self._cascade(execution_id.tag, reply[5:]))
+            raise ValueError(reply)
+
+        return await self._calls.ask_about(execution_id, "ff_fail", args, outcome)
 
     async def cancel_execution(
         self,
@@ -224,10 +243,12 @@ class ValkeyExecutions(api.Executions):
         if check.text(source, "source") in _INTERNAL_SOURCES:
             raise invalid_input("source", f"{source} is reserved for the engine")
         args = (check.reason(reason, "reason"), source, proof(fence))
-        return await self._calls.ask_about(
-            *(execution_id, "ff_cancel", args),
-            lambda reply: _ENDED[reply[2]](ExecutionId(execution_id)),
-        )
+        known = ExecutionId(execution_id)
+
+        def outcome(reply: list[Any]) -> executions.Cancelled:
+            return _ENDED[reply[2]](known, cascade=self._cascade(known.tag, reply[3:]))
+
+        return await self._calls.ask_about(execution_id, "ff_cancel", args, outcome)
 
     async def delay_execution(
         self,
@@ -320,10 +341,13 @@ class ValkeyExecutions(api.Executions):
             "1" if check.flag(strict, "strict") else "0",
             reopen,
         )
+
+        def outcome(reply: list[Any]) -> executions.Replayed:
+            self._drains.note(execution_id.tag, reply[4:])
+            return executions.Replayed(_public_state(reply), int(reply[3]))
+
         return await self._calls.ask_about(
-            *(execution_id, "ff_replay", args),
-            lambda reply: executions.Replayed(_public_state(reply), int(reply[3])),
-            op="replay_execution",
+            execution_id, "ff_replay", args, outcome, op="replay_execution"
         )
 
     async def purge_execution(self, execution_id: ExecutionId) -> None:
@@ -397,11 +421,3 @@ def _completion_error(answer: Any, execution_id: str) -> EngineError | None:
 
 def _public_state(reply: list[Any]) -> PublicState:
     return PUBLIC[reply[2]]
-
-
-def _fail_outcome(reply: list[Any]) -> executions.FailOutcome:
-    if reply[2] == b"retry_scheduled":
-        return executions.RetryScheduled(int(reply[3]), int(reply[4]))
-    if reply[2] == b"terminal_failed":
-        return executions.TerminalFailed()
-    raise ValueError(reply)

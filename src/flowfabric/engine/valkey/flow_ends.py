@@ -1,6 +1,7 @@
 """Cancelling flows, and going on with what earlier calls left to do."""
 
 import asyncio
+from typing import Any
 
 from flowfabric.core.contracts import flows
 from flowfabric.core.errors import TimeoutError_, ValidationError
@@ -27,14 +28,12 @@ class FlowEnds(FlowReads):
         wait_timeout_ms: int = 0,
     ) -> flows.CancelFlowOutcome:
         tag = self._tag(flow_id)
-        policy = check.text(cancellation_policy, "cancellation_policy")
-        if type(grace_ms) is not int or not 0 <= grace_ms <= check.MAX_EXACT:
-            raise ValidationError("invalid_grace_ms", f"must be 0 to {check.MAX_EXACT}")
         wait = check.whole(wait_timeout_ms, "wait_timeout_ms", 0, _MAX_WAIT_MS)
-        args = (flow_id, policy, check.reason(reason, "reason"), grace_ms)
-        reply = await self._calls.fcall("ff_cancel_flow", tag, args, op="cancel_flow")
+        reply = await self._flip(tag, flow_id, reason, cancellation_policy, grace_ms)
         first = reply[2] == b"cancelled"
         stored, total, left = text(reply[3]), int(reply[5]), int(reply[6])
+        if left and not wait:
+            self._drains.cancel(tag, flow_id)
         ids = await self._member_ids(flow_id, None if first else _REPEATED_IDS)
         if wait and left:
             left = await self._drained(flow_id, wait / 1000)
@@ -44,6 +43,33 @@ class FlowEnds(FlowReads):
         if left and first:
             return flows.CancellationScheduled(stored, total, ids)
         return flows.FlowCancelled(stored, ids, total, len(ids) < total, left)
+
+    async def _flip(
+        self, tag: str, flow_id: str, reason: str, policy: str, grace_ms: int
+    ) -> list[Any]:
+        check.text(policy, "cancellation_policy")
+        if type(grace_ms) is not int or not 0 <= grace_ms <= check.MAX_EXACT:
+            raise ValidationError("invalid_grace_ms", f"must be 0 to {check.MAX_EXACT}")
+        args = (flow_id, policy, check.reason(reason, "reason"), grace_ms)
+        reply = await self._calls.fcall("ff_cancel_flow", tag, args, op="cancel_flow")
+        self._drains.note(tag, reply[7:])
+        return reply
+
+    async def cancel_flow_header(
+        self,
+        flow_id: str,
+        reason: str = "",
+        *,
+        cancellation_policy: str = "cancel_all",
+        grace_ms: int = 30_000,
+    ) -> flows.HeaderCancelled | flows.HeaderAlreadyTerminal:
+        tag = self._tag(flow_id)
+        reply = await self._flip(tag, flow_id, reason, cancellation_policy, grace_ms)
+        policy, why = text(reply[3]), text(reply[4])
+        if reply[2] == b"cancelled":
+            return flows.HeaderCancelled(policy, await self._member_ids(flow_id, None))
+        ids = await self._member_ids(flow_id, _REPEATED_IDS)
+        return flows.HeaderAlreadyTerminal(policy or None, why or None, ids)
 
     async def _drained(self, flow_id: str, seconds: float) -> int:
         try:

@@ -19,6 +19,7 @@ from flowfabric.engine.api import flows as api
 from flowfabric.engine.api.events import Events
 from flowfabric.engine.valkey import flow_records, keys
 from flowfabric.engine.valkey.calls import FunctionCalls, at_once, text
+from flowfabric.engine.valkey.drains import CascadeDrains
 from flowfabric.engine.valkey.pages import (
     Damage,
     chunks,
@@ -40,10 +41,13 @@ _MAX_EXAMINED = 10_000
 class FlowReads:
     """The part of `Flows` that only reads."""
 
-    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces, events: Events) -> None:
+    def __init__(
+        self, calls: FunctionCalls, places: ValkeyPlaces, events: Events, drains: CascadeDrains
+    ) -> None:
         self._calls = calls
         self._places = places
         self._events = events
+        self._drains = drains
 
     def _tag(self, flow_id: str) -> str:
         return api.tag_of(flow_id, self._calls.counts)

@@ -1,5 +1,6 @@
 """Flows on Valkey: all keys of a flow and its members share one slot."""
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
@@ -12,21 +13,21 @@ from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.flows import FlowGraph, GraphEdge, GraphNode, JoinAll, JoinPolicy
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import (
+    EngineError,
     NotFoundError,
     StateError,
+    TransportError,
     invalid_input,
 )
 from flowfabric.core.ids import ExecutionId, validate_namespace, validate_text, validate_uuid
 from flowfabric.core.tags import validate_tags
 from flowfabric.engine.api import check
 from flowfabric.engine.api import flows as api
-from flowfabric.engine.api.events import Events
 from flowfabric.engine.api.executions import check_new
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.calls import FunctionCalls, proof, text
+from flowfabric.engine.valkey.calls import proof, text
 from flowfabric.engine.valkey.executions import creation_options
-from flowfabric.engine.valkey.flow_ends import FlowEnds
-from flowfabric.engine.valkey.places import ValkeyPlaces
+from flowfabric.engine.valkey.flow_upkeep import FlowUpkeep
 
 # What one call writes, so that the server does nothing else for a few milliseconds only.
 _NODES_AT_ONCE = 100
@@ -49,11 +50,8 @@ def join_text(policy: JoinPolicy) -> str:
     return f"{letter} {k} {ends} {int(policy.spare_shared)}"
 
 
-class ValkeyFlows(FlowEnds, api.Flows):
+class ValkeyFlows(FlowUpkeep, api.Flows):
     """`Flows` on Valkey."""
-
-    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces, events: Events) -> None:
-        super().__init__(calls, places, events)
 
     async def create_flow(
         self, flow_id: str, flow_kind: str, namespace: str = "default"
@@ -76,7 +74,6 @@ class ValkeyFlows(FlowEnds, api.Flows):
         inbound = graphs.check_graph(graph.nodes, graph.edges)
         nodes = graphs.ordered(graph.nodes, inbound)
         items = self._items(graph.flow_id, tag, nodes, inbound)
-        feeding = {edge.frm for edge in graph.edges}
         await self._places.register(tag, {node.lane_id for node in nodes})
         header: dict[str, Any] = {
             "kind": graph.flow_kind,
@@ -88,6 +85,24 @@ class ValkeyFlows(FlowEnds, api.Flows):
             validate_tags(graph.tags)
             header["tags"] = [part for pair in graph.tags.items() for part in pair]
         parts = list(_parts(items))
+        try:
+            reply = await self._submit(tag, graph, header, parts)
+        except EngineError as error:
+            # An answer that was lost may have come too late: a repeat completes the submission.
+            if len(parts) > 1 and not isinstance(error, TransportError):
+                with contextlib.suppress(EngineError):
+                    await self._delete(tag, graph.flow_id, header["digest"])
+            raise
+        self._drains.note(tag, reply[4:])
+        outcome = flows.Submitted if reply[2] == b"submitted" else flows.AlreadySubmitted
+        ids = {node.key: execution_id for node, execution_id, _ in items}
+        return outcome(graph.flow_id, int(reply[3]), ids)
+
+    async def _submit(
+        self, tag: str, graph: FlowGraph, header: dict[str, Any], parts: list[list[Item]]
+    ) -> list[Any]:
+        """The reply to the last part."""
+        feeding = {edge.frm for edge in graph.edges}
         reply: list[Any] = []
         for number, part in enumerate(parts, 1):
             header |= {"part": number, "last": number == len(parts)}
@@ -96,9 +111,7 @@ class ValkeyFlows(FlowEnds, api.Flows):
             reply = await self._calls.fcall("ff_submit_flow", tag, args, op="submit_flow")
             if reply[2] != b"accepted":
                 break
-        outcome = flows.Submitted if reply[2] == b"submitted" else flows.AlreadySubmitted
-        ids = {node.key: execution_id for node, execution_id, _ in items}
-        return outcome(graph.flow_id, int(reply[3]), ids)
+        return reply
 
     async def extend_flow(
         self,
@@ -119,6 +132,7 @@ class ValkeyFlows(FlowEnds, api.Flows):
             args += self._item_args(part, namespace)
             args.append(_pack(late if last else []))
             reply = await self._calls.fcall("ff_extend_flow", tag, args, op="extend_flow")
+            self._drains.note(tag, reply[5:])
             added += int(reply[4])
         outcome = flows.Extended if added else flows.AlreadyExtended
         return outcome(int(reply[3]), {node.key: execution_id for node, execution_id, _ in items})
@@ -214,10 +228,10 @@ class ValkeyFlows(FlowEnds, api.Flows):
         return items
 
     async def release_flow(self, flow_id: str) -> flows.Released:
-        return await self._calls.ask(
-            *("ff_release_flow", self._tag(flow_id), (flow_id,)),
-            lambda reply: flows.Released(int(reply[2])),
-        )
+        tag = self._tag(flow_id)
+        reply = await self._calls.fcall("ff_release_flow", tag, (flow_id,), op="release_flow")
+        self._drains.note(tag, reply[3:])
+        return flows.Released(int(reply[2]))
 
     async def add_execution_to_flow(
         self, flow_id: str, execution_id: ExecutionId

@@ -1,7 +1,7 @@
 -- ff_drain_cascade: go on with what earlier calls left of ended members, decided joins, released
 -- flows and failed units, as much as one call may.
--- Keys: cascade_backlog, pending_cancel_groups, release_backlog, reopen_backlog, cascade_failed,
---   flow core, in, out, and those of the transitions that it makes. Arguments: retry what failed (1 | 0).
+-- Keys: cascade_backlog, pending_cancel_groups, release_backlog, reopen_backlog, replay_backlog,
+--   cascade_failed, flow core, in, out, and those of the transitions that it makes. Arguments: retry what failed (1 | 0).
 -- Replies: resolved, promoted, skipped, cancelled, whether more is left (1 | 0). Errors: none
 --   (max_replays_exhausted, flow_already_terminal, deps_not_satisfied, execution_not_terminal: the
 --   member stays as it is).
@@ -58,6 +58,20 @@ local function drain_reopened(c)
   end
 end
 
+local function drain_replayed(c)
+  local backlog = K.index(c.tag, 'replay_backlog')
+  for _, flow_id in ipairs(server.call('HRANDFIELD', backlog, AT_ONCE)) do
+    if cascade.room(c) <= 0 then return end
+    local which, from = string.match(server.call('HGET', backlog, flow_id), '^(%l) (%d+)$')
+    local f = flow.read(c, flow_id)
+    if which and f and not flow.is_cancelled(f) then
+      replaying.flow(c, flow_id, from, which == 'a')
+    else
+      server.call('HDEL', backlog, flow_id)
+    end
+  end
+end
+
 local function retry_failed(c)
   local key = K.index(c.tag, 'cascade_failed')
   for _, entry in ipairs(server.call('HRANDFIELD', key, AT_ONCE)) do
@@ -71,6 +85,7 @@ register('ff_drain_cascade', function(keys, args)
   drain_ended(c)
   drain_siblings(c)
   drain_reopened(c)
+  drain_replayed(c)
   for _, flow_id in ipairs(server.call('ZRANGE', K.index(c.tag, 'release_backlog'), 0, AT_ONCE)) do
     if cascade.room(c) > 0 and flow.read(c, flow_id) then flow.release(c, flow_id) end
   end
@@ -78,7 +93,7 @@ register('ff_drain_cascade', function(keys, args)
   c:close()
   local left = server.call('EXISTS', K.index(c.tag, 'cascade_backlog'),
     K.index(c.tag, 'pending_cancel_groups'), K.index(c.tag, 'release_backlog'),
-    K.index(c.tag, 'reopen_backlog'))
+    K.index(c.tag, 'reopen_backlog'), K.index(c.tag, 'replay_backlog'))
   local done = cascade.counts(c)
   return reply.ok(done.resolved, done.promoted, done.skipped, done.cancelled, left > 0 and 1 or 0)
 end, { 'allow-oom' })

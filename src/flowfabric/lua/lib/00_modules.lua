@@ -6,3 +6,4 @@ local events, streams, tokens, conditions, lease, waiting, suspension = {}, {}, 
 local fence, operator, ending, signals, retry, claiming, pausing = {}, {}, {}, {}, {}, {}, {}
 local granting, workers, purging, batch, indexes = {}, {}, {}, {}, {}
 local flow, edges, cascade, creating, graph, flow_cancel, replaying = {}, {}, {}, {}, {}, {}, {}
+local flow_purging = {}

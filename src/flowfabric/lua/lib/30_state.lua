@@ -80,6 +80,14 @@ S.public = values.memo(function(code)
   return S.is_runnable(code) and PUBLIC_RUNNABLE[eligibility(code)] or 'waiting'
 end)
 
+-- The public states, and which of them are ends.
+S.PUBLIC = {
+  'waiting', 'delayed', 'rate_limited', 'waiting_children', 'active', 'suspended', 'completed',
+  'failed', 'cancelled', 'expired', 'skipped',
+}
+local ENDED = { completed = true, failed = true, cancelled = true, expired = true, skipped = true }
+function S.is_ended(public) return ENDED[public] == true end
+
 -- The one lane index that holds an execution in this state.
 S.index_suffix = values.memo(function(code)
   if S.is_active(code) then return 'active' end

@@ -153,13 +153,19 @@ function flow.release(c, flow_id)
   return false, released
 end
 
+-- What the call changed in a flow so far; `settle` writes it.
+function flow.tally(c, flow_id)
+  c.tally = c.tally or {}
+  local tally = c.tally[flow_id] or { live = 0, kept = 0, states = {}, trimmed = {} }
+  c.tally[flow_id] = tally
+  return tally
+end
+
 -- Notes a member's change of state (nil: it joined); `settle` writes it at the end of the call.
 function flow.count(c, flow_id, before, after)
   local old, new = before and S.public(before), S.public(after)
   if old == new then return end
-  c.tally = c.tally or {}
-  local tally = c.tally[flow_id] or { live = 0, kept = 0, states = {} }
-  c.tally[flow_id] = tally
+  local tally = flow.tally(c, flow_id)
   local states = tally.states
   if old then
     states[old] = (states[old] or 0) - 1
@@ -178,6 +184,15 @@ local function finish(c, flow_id, f)
   if f.parent_execution_id then cascade.subflow_finished(c, flow_id, f, state) end
 end
 
+-- Notes that a member was deleted: it stays counted.
+function flow.count_trimmed(c, flow_id, state)
+  local f = flow.read(c, flow_id)
+  if not f or f.deleting then return end
+  local tally, name = flow.tally(c, flow_id), S.public(state)
+  tally.trimmed[name] = (tally.trimmed[name] or 0) + 1
+  tally.kept = tally.kept - 1
+end
+
 -- The changes of one flow, as name, value pairs; the record is read, so they are absolute.
 local function changes(c, f, tally, grown)
   local fields = {}
@@ -191,6 +206,9 @@ local function changes(c, f, tally, grown)
   end
   if tally then
     for state, by in pairs(tally.states) do add('members_' .. state, by) end
+    for state, by in pairs(tally.trimmed) do add('trimmed_' .. state, by) end
+    -- By this an audit in several calls sees that the flow went on.
+    add('changes', 1)
     add('kept', tally.kept)
     add('live', tally.live)
   end
@@ -214,6 +232,28 @@ local function write(c, flow_id, tally, grown)
   elseif live > 0 and f.finished_at then
     flow.clear(c, flow_id, 'finished_at')
   end
+end
+
+-- Sets the counters to what the members are in, by public state; returns what was wrong, each as
+-- `<name> <stored>><counted>`. Deleted members are counted as they were.
+function flow.recount(c, flow_id, f, counts)
+  local drift, live, kept = {}, 0, 0
+  local function compare(name, counted)
+    local stored = flow.number(f, name)
+    if stored == counted then return end
+    drift[#drift + 1] = name .. ' ' .. values.text(stored) .. '>' .. values.text(counted)
+    flow.set(c, flow_id, name, values.text(counted))
+  end
+  for _, state in ipairs(S.PUBLIC) do
+    local found = counts[state] or 0
+    kept = kept + found
+    if not S.is_ended(state) then live = live + found end
+    compare('members_' .. state, found + flow.number(f, 'trimmed_' .. state))
+  end
+  compare('live', live)
+  compare('kept', kept)
+  if #drift > 0 then flow.tally(c, flow_id) end
+  return drift
 end
 
 -- Writes what the call changed in flows, once, at its end. The end of a flow may change others.

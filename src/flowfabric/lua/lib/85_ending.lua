@@ -25,7 +25,9 @@ end
 -- When an ended execution is deleted; `moment`: when it ended, if the record does not say so yet.
 function ending.purge_due(id, rec, moment)
   moment = moment or tonumber(rec.completed_at) or error(id .. ': completed_at: is missing', 0)
-  return clock.after(moment, tonumber(rec.retention_ms or DEFAULT_RETENTION_MS))
+  local due = clock.after(moment, tonumber(rec.retention_ms or DEFAULT_RETENTION_MS))
+  -- A member that others need stays longer.
+  return rec.kept_until and math.max(due, tonumber(rec.kept_until)) or due
 end
 
 -- Ends an execution from any phase. how: outcome (letter), reason of the event; optional: fields

@@ -289,6 +289,10 @@ function cascade.retry(c, entry)
     elseif kind == 'r' or kind == 'R' then
       local id = edges.id_of(c, a)
       replaying.reopen(c, { { id = id, rec = record.read(c, id) } }, kind == 'R')
+    elseif kind == 'p' or kind == 'P' then
+      local id = edges.id_of(c, a)
+      local _, rec = replaying.member(c, id, kind == 'P')
+      if rec and rec.out then replaying.reopen(c, { { id = id, rec = rec } }) end
     elseif kind == 'h' then
       local id = edges.id_of(c, a)
       local rec = record.checked(c, id)

@@ -2,6 +2,8 @@
 
 local DEFAULT_MAX_REPLAYS = 10
 local PAGE = 64
+-- How many executions an error names.
+local MAX_NAMED = 100
 
 -- The record has the last failure of any attempt; the archive only what ended this one.
 local function ended_with(rec)
@@ -24,6 +26,17 @@ local function unmet(c, id, rec)
   return found
 end
 
+-- Those of them that were deleted, if the join can never be satisfied without them.
+local function lost(c, id, rec, ended)
+  local gone = {}
+  for _, up_id in ipairs(ended) do
+    if server.call('EXISTS', K.core(c.tag, up_id)) == 0 then gone[#gone + 1] = up_id end
+  end
+  local join = edges.join(rec)
+  local staged = server.call('HLEN', K.into(c.tag, rec.flow_id, id))
+  return staged - #gone < (join and join.k or staged) and gone or {}
+end
+
 -- The error if an execution may not run again, or nil.
 function replaying.problem(c, id, rec, strict)
   if not S.is_terminal(rec.state) then return reply.err('execution_not_terminal') end
@@ -33,11 +46,12 @@ function replaying.problem(c, id, rec, strict)
   if count >= tonumber(policy.max_replay_count or DEFAULT_MAX_REPLAYS) then
     return reply.err('max_replays_exhausted')
   end
-  if flow.that_ends(c, rec) then return reply.err('flow_already_terminal') end
-  if strict and S.is_skipped(rec.state) and rec.flow_id then
-    local ended = unmet(c, id, rec)
-    if #ended > 0 then return reply.err('deps_not_satisfied', unpack(ended)) end
-  end
+  local f = rec.flow_id and flow.read(c, rec.flow_id)
+  if f and flow.is_cancelled(f) then return reply.err('flow_already_terminal') end
+  if not S.is_skipped(rec.state) or not rec.flow_id then return nil end
+  local ended = unmet(c, id, rec)
+  local wanted = strict and ended or lost(c, id, rec, ended)
+  if #wanted > 0 then return reply.err('deps_not_satisfied', unpack(wanted, 1, MAX_NAMED)) end
 end
 
 local function archive(c, id, rec)
@@ -49,7 +63,7 @@ local function archive(c, id, rec)
   record.archive(c, id, rec, ended, ended_with(rec))
 end
 
--- Opens edges of a member again: the impossible ones, or with `upstream` all that come from it.
+-- Opens edges of a member again: the impossible ones and, with `upstream`, all that come from it.
 -- They accept a later run of their upstream only. Returns the counters, and the edges that were
 -- opened.
 local function open_edges(c, id, rec, upstream)
@@ -59,14 +73,12 @@ local function open_edges(c, id, rec, upstream)
   for i = 1, #flat, 2 do
     local e = edges.parse(id, flat[i + 1])
     local ended = e.state == 's' or e.state == 'i'
-    if ended and (upstream and e.upstream == upstream or not upstream and e.state == 'i') then
+    if e.state == 'i' or ended and e.upstream == upstream then
       e.state, e.resolved = 'u', ''
       server.call('HSET', key, flat[i], edges.format(e))
       opened[#opened + 1] = { flat[i], e.upstream }
     elseif e.state == 's' then
       g.succeeded = g.succeeded + 1
-    elseif e.state == 'i' then
-      g.failed = g.failed + 1
     end
   end
   return g, opened
@@ -93,7 +105,7 @@ function replaying.run_again(c, id, rec, how, upstream)
     'lease_reclaim_count', 'progress_pct', 'progress_message', 'progress_updated_at',
     'execution_deadline_at', 'paused', 'delay_until', 'pending_replay_reason',
     'pending_replay_requested_by', 'attempt_timeout_remaining_ms', 'suspended_at',
-    'between_attempts', 'cascaded')
+    'between_attempts', 'cascaded', 'kept_until', 'children_ended')
   local fields = { 'replay_count', values.text(count + 1), 'last_transition_at', c.now }
   -- Earlier answers belong to the earlier run, like its steps.
   if not keeps_steps and server.call('EXISTS', K.waitpoints(c.tag, id)) == 1 then
@@ -125,9 +137,15 @@ end
 
 local HOW = { reason = 'upstream replayed', requested_by = '' }
 
--- Reopens one child of a member that runs again, if it has ended; true if so.
+-- Reopens one child of a member that runs again, if it has ended; returns its record then.
 local function reopen_child(c, id, upstream, all)
   local rec = record.checked(c, id)
+  if rec and S.is_blocked_by_dependencies(rec.state) then
+    -- Another upstream reopened it before: it waits for the new run of this one, too.
+    local g, opened = open_edges(c, id, rec, upstream)
+    if #opened > 0 then record.set(c, id, rec, 'deps', edges.group_text(g)) end
+    return nil
+  end
   if not rec or not S.is_terminal(rec.state) or not (all or S.is_skipped(rec.state)) then
     return nil
   end
@@ -171,4 +189,51 @@ function replaying.reopen(c, work, all)
     i = i + 1
   end
   return count
+end
+
+local FAILED = { f = true, x = true }
+local UNSUCCESSFUL = { f = true, x = true, c = true }
+local BY_FLOW = { reason = 'flow replayed', requested_by = '' }
+
+-- Replays one member of a flow, if it ended so; true if it runs again.
+function replaying.member(c, id, all)
+  local rec = record.checked(c, id)
+  local ended = rec and S.is_terminal(rec.state) and S.outcome(rec.state)
+  if not ended or not (all and UNSUCCESSFUL or FAILED)[ended] then return false end
+  if replaying.problem(c, id, rec) then return false end
+  replaying.run_again(c, id, rec, BY_FLOW)
+  return true, rec
+end
+
+-- Replays members of a flow that failed or, with `all`, that ended without success, and reopens what
+-- was skipped after them, as far as the call reaches; the rest stays in `replay_backlog`. Returns how
+-- many were replayed and reopened, and whether some are left.
+function replaying.flow(c, flow_id, from, all)
+  local key, backlog = K.members(c.tag, flow_id), K.index(c.tag, 'replay_backlog')
+  local replayed, reopened, last = 0, 0, false
+  while not last and cascade.room(c) > 0 do
+    local limit = math.min(PAGE, cascade.room(c))
+    local page = server.call('ZRANGE', key, '(' .. from, '+inf', 'BYSCORE', 'LIMIT', 0, limit,
+      'WITHSCORES')
+    for i = 1, #page, 2 do
+      local id, rec = page[i], nil
+      local name = table.concat({ all and 'P' or 'p', flow_id, edges.uuid_of(id) }, '|')
+      local done = cascade.unit(c, name, function()
+        local again
+        again, rec = replaying.member(c, id, all)
+        return again
+      end)
+      if done then replayed = replayed + 1 end
+      if rec and rec.out then reopened = reopened + replaying.reopen(c, { { id = id, rec = rec } }) end
+      from = page[i + 1]
+    end
+    last = #page < 2 * limit
+  end
+  if last then
+    server.call('HDEL', backlog, flow_id)
+  else
+    server.call('HSET', backlog, flow_id, (all and 'a ' or 'f ') .. from)
+    cascade.counts(c).pending = 1
+  end
+  return replayed, reopened, not last
 end

@@ -69,6 +69,7 @@ function purging.delete(c, id, rec)
     K.pending_waitpoints(c.tag, id), K.suspend_dedup(c.tag, id))
   server.call('ZREM', K.lane(c.tag, rec.lane_id, 'terminal'), id)
   server.call('ZREM', K.index(c.tag, 'all_executions'), id)
+  if rec.flow_id then flow_purging.forget(c, id, rec) end
   local output = (rec.streamed or rec.tailed) and 's' or ''
   local left = purging.step(c, id, record.attempt_count(rec) .. output)
   if left then server.call('HSET', K.index(c.tag, 'purge_backlog'), id, left) end

@@ -1,0 +1,93 @@
+"""Going on in the background with what a call left of the members that depend on others."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from flowfabric.core.contracts.flows import CascadeCounts
+from flowfabric.core.errors import EngineError
+from flowfabric.core.forks import forget_on_fork
+from flowfabric.engine.valkey.calls import FunctionCalls
+
+log = logging.getLogger(__name__)
+_PENDING = 4
+Step = Callable[[], Awaitable[bool]]
+
+
+def cascade_of(told: Sequence[Any]) -> CascadeCounts | None:
+    """What the end of a reply says that its call did for other members; None if nothing."""
+    if not told or told[0] is None:
+        return None
+    *counts, pending = told[0]
+    return CascadeCounts(*counts, pending=pending == 1)
+
+
+class CascadeDrains:
+    """One task per partition at a time; scanners do the same work if the process ends."""
+
+    def __init__(self, calls: FunctionCalls) -> None:
+        self._calls = calls
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._again: set[str] = set()
+        self._closed = False
+        forget_on_fork(self)
+
+    def note(self, tag: str, told: Sequence[Any]) -> None:
+        """Continue if the end of a reply says that something is left."""
+        if told and told[0] is not None and told[0][_PENDING]:
+            self.drain(tag)
+
+    def drain(self, tag: str) -> None:
+        """Resolve, promote, skip and reopen until nothing is left in the partition."""
+
+        async def step() -> bool:
+            reply = await self._calls.fcall("ff_drain_cascade", tag, ("0",), op="drain_cascade")
+            return reply[6] == 1 and any(reply[2:6])
+
+        self._start(tag, step)
+
+    def cancel(self, tag: str, flow_id: str) -> None:
+        """Cancel members of a cancelled flow until none is left."""
+
+        async def step() -> bool:
+            reply = await self._calls.fcall(
+                "ff_drain_flow_cancel", tag, (flow_id,), op="drain_flow_cancel"
+            )
+            return reply[4] > 0
+
+        self._start(flow_id, step)
+
+    def _start(self, name: str, step: Step) -> None:
+        if self._closed:
+            return
+        if name in self._tasks:
+            self._again.add(name)
+            return
+        self._tasks[name] = asyncio.get_running_loop().create_task(self._run(name, step))
+
+    async def _run(self, name: str, step: Step) -> None:
+        try:
+            more = True
+            while more:
+                self._again.discard(name)
+                more = await step() or name in self._again
+        except EngineError as error:
+            log.debug("the rest of %s is left to the scanners: %s", name, error)
+        finally:
+            self._tasks.pop(name, None)
+            self._again.discard(name)
+
+    async def aclose(self) -> None:
+        """Stop; what is left stays stored."""
+        self._closed = True
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def forget(self) -> None:
+        """In a forked child: the parent's tasks stay the parent's."""
+        self._tasks = {}
+        self._again = set()

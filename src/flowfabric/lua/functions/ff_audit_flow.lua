@@ -1,0 +1,59 @@
+-- ff_audit_flow: compare the counters of a flow with its members, and repair them; delete it if its
+-- retention is over, or if its submission was given up.
+-- Keys: flow core, members, core; those of ff_delete_flow.
+-- Arguments: flow_id, number of the last member of the page before, changes of the flow at the first
+--   page or empty, msgpack map of what earlier pages counted.
+-- Replies: `more`, number, changes, counts | `consistent` | `repaired`, drift | `changed` (it went on
+--   meanwhile) | `submitting` | `deleting` (call again) | `deleted` | `orphan_removed`.
+-- Errors: none. Events: flow_finished (the repaired counters say so).
+local PAGE = 400
+local ABANDONED_MS, RETENTION_MS = 3600000, 86400000
+
+local function is_over(c, f)
+  local ended = math.max(flow.number(f, 'finished_at'), flow.number(f, 'cancelled_at'))
+  return ended > 0 and flow.number(f, 'kept') == 0 and flow.number(f, 'live') == 0
+    and c.now - ended >= RETENTION_MS
+end
+
+local function count(c, flow_id, page, counts)
+  for i = 1, #page, 2 do
+    local ok, state = try(server.call, 'HGET', K.core(c.tag, page[i]), 'state')
+    if ok and not state then
+      -- Its record is lost.
+      server.call('ZREM', K.members(c.tag, flow_id), page[i])
+      server.call('UNLINK', K.into(c.tag, flow_id, page[i]), K.out(c.tag, flow_id, page[i]))
+    else
+      local name = ok and S.is_code(state) and S.public(state) or 'unreadable'
+      counts[name] = (counts[name] or 0) + 1
+    end
+  end
+end
+
+register('ff_audit_flow', function(keys, args)
+  local c, flow_id, from, since = Context.open(keys[1]), args[1], args[2], args[3]
+  local ok, f = try(flow.read, c, flow_id)
+  if not ok then return reply.ok('changed') end
+  if not f then
+    server.call('ZREM', K.index(c.tag, 'flow_index'), flow_id)
+    return reply.ok('orphan_removed')
+  end
+  if f.deleting then return reply.ok(flow_purging.step(c, flow_id) and 'deleted' or 'deleting') end
+  local abandoned = f.submitting and c.now - tonumber(f.submitting) >= ABANDONED_MS
+  if abandoned or not f.submitting and is_over(c, f) then
+    flow.set(c, flow_id, 'deleting', '1')
+    return reply.ok('deleting')
+  end
+  if f.submitting then return reply.ok('submitting') end
+  local changes, counts = f.changes or '0', cmsgpack.unpack(args[4])
+  if since ~= '' and since ~= changes then return reply.ok('changed') end
+  local page = server.call('ZRANGE', K.members(c.tag, flow_id), '(' .. from, '+inf', 'BYSCORE',
+    'LIMIT', 0, PAGE, 'WITHSCORES')
+  count(c, flow_id, page, counts)
+  if #page == 2 * PAGE then return reply.ok('more', page[#page], changes, cmsgpack.pack(counts)) end
+  -- A member that cannot be read may be in any state.
+  if counts.unreadable then return reply.ok('changed') end
+  local drift = flow.recount(c, flow_id, f, counts)
+  flow.settle(c)
+  if #drift == 0 then return reply.ok('consistent') end
+  return reply.ok('repaired', drift)
+end, { 'allow-oom' })
