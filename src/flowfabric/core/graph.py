@@ -5,14 +5,15 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from uuid import UUID, uuid5
 
-from flowfabric.core.contracts.flows import GraphEdge, GraphNode, JoinAll, Quorum
+from flowfabric.core.contracts.flows import Dependency, GraphEdge, GraphNode, JoinAll, Quorum
 from flowfabric.core.errors import ConflictError, invalid_input
 from flowfabric.core.ids import ExecutionId, validate_text, validate_uuid
 
 MAX_NODES = 1000
 MAX_EDGES = 5000
 _is_input_name = re.compile(r"[A-Za-z0-9_]{1,64}").fullmatch
-_KINDS = ("success_only", "terminal", "failure_only")
+KINDS = {"success_only": "s", "terminal": "t", "failure_only": "f"}
+"""Kinds of dependencies, each with the letter that stands for it in storage."""
 
 
 def is_input_name(text: str) -> bool:
@@ -32,14 +33,23 @@ def edge_id(flow_id: str, edge: GraphEdge) -> str:
     return str(uuid5(UUID(flow_id), f"{edge.frm}\x1f{edge.to}\x1f{edge.input_name}"))
 
 
-def _check_edge(edge: GraphEdge) -> None:
-    if edge.kind not in _KINDS:
-        raise invalid_input("edges.kind", f"must be one of {', '.join(_KINDS)}")
+def check_passing(edge: GraphEdge | Dependency, field: str = "edges") -> None:
+    """Refuse an edge whose kind, input name, reference or id is malformed."""
+    if edge.kind not in KINDS:
+        raise invalid_input(f"{field}.kind", f"must be one of {', '.join(KINDS)}")
     if edge.input_name and _is_input_name(edge.input_name) is None:
-        raise invalid_input("edges.input_name", "must be 1 to 64 letters, digits or underscores")
-    validate_text(edge.data_passing_ref, "edges.data_passing_ref")
+        raise invalid_input(f"{field}.input_name", "must be 1 to 64 letters, digits or underscores")
+    validate_text(edge.data_passing_ref, f"{field}.data_passing_ref")
     if edge.edge_id:
-        validate_uuid(edge.edge_id, "edges.edge_id")
+        validate_uuid(edge.edge_id, f"{field}.edge_id")
+
+
+def dependency_id(flow_id: str, child: ExecutionId, given: Dependency) -> str:
+    """The edge's own id, or one derived from what makes the edge unique in its flow."""
+    if given.edge_id:
+        return given.edge_id
+    name = f"{given.upstream.uuid}\x1f{child.uuid}\x1f{given.input_name}"
+    return str(uuid5(UUID(flow_id), name))
 
 
 def _check_joins(nodes: Iterable[GraphNode], inbound: Mapping[str, list[GraphEdge]]) -> None:
@@ -90,7 +100,7 @@ def check_graph(
     pairs: set[tuple[str, str, str]] = set()
     inbound: dict[str, list[GraphEdge]] = {}
     for edge in edges:
-        _check_edge(edge)
+        check_passing(edge)
         for end, key in (("from", edge.frm), ("to", edge.to)):
             if key not in keys:
                 raise invalid_input(f"edges.{end}", f"no node has the key {key!r}")

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from flowfabric.core.contracts import NamedOutcome
-from flowfabric.core.contracts.flows import CascadeCounts
+from flowfabric.core.contracts.flows import CascadeCounts, Dependency
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState, StateVector
@@ -33,6 +33,10 @@ class NewExecution(msgspec.Struct, frozen=True, kw_only=True):
     """The delay from creation, by the engine's clock; an alternative to `delay_until`."""
     execution_deadline_at: int | None = None
     partition_id: int | None = None
+    flow_id: str | None = None
+    """The flow that it joins; its partition must be that of `execution_id`."""
+    depends_on: tuple[Dependency, ...] = ()
+    """Members of the flow that it waits for."""
 
 
 class Created(NamedOutcome[Literal["created"]], frozen=True):

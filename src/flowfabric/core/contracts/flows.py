@@ -74,6 +74,19 @@ class GraphEdge(msgspec.Struct, frozen=True, kw_only=True):
     """Derived from the flow and the keys unless given."""
 
 
+class Dependency(msgspec.Struct, frozen=True, kw_only=True):
+    """An edge from an existing member to an execution that is being created."""
+
+    upstream: ExecutionId
+    kind: DependencyKind = "success_only"
+    input_name: str = ""
+    """Under which name the claim carries the result of `upstream`."""
+    data_passing_ref: str = ""
+    """If not empty, the result of `upstream` replaces the payload."""
+    edge_id: str = ""
+    """Derived from both executions and the input name unless given."""
+
+
 class FlowGraph(msgspec.Struct, frozen=True, kw_only=True):
     """A whole flow to submit at once."""
 

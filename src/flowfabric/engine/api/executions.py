@@ -8,13 +8,17 @@ import msgspec
 from flowfabric.core import ids
 from flowfabric.core.contracts import executions
 from flowfabric.core.contracts.executions import NewExecution
+from flowfabric.core.contracts.flows import Dependency
 from flowfabric.core.contracts.leases import Fence, Handle
-from flowfabric.core.errors import EngineError, ValidationError, invalid_input
+from flowfabric.core.errors import ConflictError, EngineError, ValidationError, invalid_input
+from flowfabric.core.graph import check_passing
 from flowfabric.core.ids import ExecutionId
+from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.policy import ExecutionPolicy, parse_policy
 from flowfabric.core.tags import validate_creation_tags, validate_tag_key
 from flowfabric.engine.api import check
 from flowfabric.engine.api.concern import Concern
+from flowfabric.engine.api.flows import check_member, tag_of
 
 Holder = Handle | Fence
 NO_FENCE = Fence()
@@ -80,6 +84,26 @@ def check_new(item: NewExecution, max_payload_bytes: int) -> None:
         check.timestamp(item.execution_deadline_at, "execution_deadline_at")
     if item.policy is not None:
         policy_json(item.policy)
+
+
+def check_joining(item: NewExecution, counts: PartitionCounts) -> None:
+    """Refuse an execution that cannot join its flow as described."""
+    if item.flow_id is None:
+        raise invalid_input("depends_on", "needs flow_id: only members of a flow wait for others")
+    tag = tag_of(item.flow_id, counts)
+    check_member(tag, item.execution_id)
+    names: set[str] = set()
+    for each in check.listed(item.depends_on, "depends_on"):
+        check.instance(each, Dependency, "depends_on")
+        upstream = check.instance(each.upstream, ExecutionId, "depends_on.upstream")
+        if upstream == item.execution_id:
+            raise ConflictError("self_referencing_edge", upstream)
+        check_member(tag, upstream)
+        check_passing(each, "depends_on")
+        if each.input_name in names:
+            raise invalid_input("depends_on.input_name", f"{each.input_name!r} is used twice")
+        if each.input_name:
+            names.add(each.input_name)
 
 
 def policy_json(policy: ExecutionPolicy) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from flowfabric.core import graph as graphs
 from flowfabric.core.contracts import executions
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.flows import CascadeCounts
@@ -51,19 +52,13 @@ class ValkeyExecutions(api.Executions):
         items = [*check.listed(items, "items")]
         outcomes: list[executions.CreateOutcome | EngineError | None] = [None] * len(items)
         batches: dict[str, list[int]] = {}
-        limit = self._calls.max_payload_bytes
         for position, item in enumerate(items):
             try:
-                if type(item) is not NewExecution:
-                    check.instance(item, NewExecution, "items")
-                known = self._calls.checked(item.execution_id)
-                if known is not item.execution_id:
-                    items[position] = msgspec.structs.replace(item, execution_id=known)
-                api.check_new(items[position], limit)
+                items[position] = known = self._checked(item)
             except EngineError as error:
                 outcomes[position] = error
             else:
-                batches.setdefault(known.tag, []).append(position)
+                batches.setdefault(known.execution_id.tag, []).append(position)
         for tag, positions in batches.items():
             accepted = positions
             try:
@@ -78,6 +73,17 @@ class ValkeyExecutions(api.Executions):
             if accepted:
                 await self._create_in(tag, items, accepted, outcomes)
         return outcomes  # pyright: ignore[reportReturnType]
+
+    def _checked(self, item: Any) -> NewExecution:
+        if type(item) is not NewExecution:
+            check.instance(item, NewExecution, "items")
+        known = self._calls.checked(item.execution_id)
+        if known is not item.execution_id:
+            item = msgspec.structs.replace(item, execution_id=known)
+        api.check_new(item, self._calls.max_payload_bytes)
+        if item.flow_id is not None or item.depends_on:
+            api.check_joining(item, self._calls.counts)
+        return item
 
     async def _create_in(
         self, tag: str, items: Sequence[NewExecution], positions: list[int], outcomes: list[Any]
@@ -367,6 +373,8 @@ class ValkeyExecutions(api.Executions):
 
 def _options(item: NewExecution) -> bytes:
     options = creation_options(item)
+    if item.flow_id is not None:
+        options |= _membership(item.flow_id, item)
     return _pack(options) if options else b""
 
 
@@ -395,6 +403,21 @@ def creation_options(item: NewExecution) -> dict[str, Any]:
         options["deadline"] = check.clamped(item.execution_deadline_at)
     if item.creator_identity:
         options["creator"] = item.creator_identity
+    return options
+
+
+def _membership(flow_id: str, item: NewExecution) -> dict[str, Any]:
+    options: dict[str, Any] = {"flow": flow_id}
+    if item.depends_on:
+        options["deps"] = [
+            [
+                *(graphs.dependency_id(flow_id, item.execution_id, each), each.upstream.uuid),
+                *(graphs.KINDS[each.kind], each.input_name, each.data_passing_ref),
+            ]
+            for each in item.depends_on
+        ]
+        if any(each.input_name for each in item.depends_on):
+            options["named"] = True
     return options
 
 

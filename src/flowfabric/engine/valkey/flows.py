@@ -33,7 +33,6 @@ from flowfabric.engine.valkey.flow_upkeep import FlowUpkeep
 _NODES_AT_ONCE = 100
 _EDGES_AT_ONCE = 300
 _BYTES_AT_ONCE = 2_097_152
-_KINDS = {"success_only": "s", "terminal": "t", "failure_only": "f"}
 _digest = msgspec.msgpack.Encoder().encode
 _pack = msgspec.msgpack.Encoder().encode
 
@@ -172,7 +171,7 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         for node, child, _ in items:
             own = GraphEdge(frm=node.key, to=f"\x1e{execution_id.uuid}", kind=kind)
             name = node.key if graphs.is_input_name(node.key) else ""
-            edge = [graphs.edge_id(flow_id, own), child.uuid, _KINDS[kind], name, ""]
+            edge = [graphs.edge_id(flow_id, own), child.uuid, graphs.KINDS[kind], name, ""]
             late.append([*edge, execution_id.uuid])
         await self._places.register(tag, {node.lane_id for node, _, _ in items})
         args: list[Any] = [execution_id, proof(handle), int(wait), len(items)]
@@ -209,7 +208,7 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
     def _edge(flow_id: str, tag: str, edge: GraphEdge) -> list[str]:
         upstream = graphs.node_id(flow_id, tag, edge.frm).uuid
         named = (edge.input_name, edge.data_passing_ref)
-        return [graphs.edge_id(flow_id, edge), upstream, _KINDS[edge.kind], *named]
+        return [graphs.edge_id(flow_id, edge), upstream, graphs.KINDS[edge.kind], *named]
 
     def _items(
         self,
@@ -261,7 +260,9 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
             api.check_member(tag, self._calls.checked(member))
         edge = check.uuid(edge_id, "edge_id")
         validate_text(ref, "data_passing_ref")
-        check.one_of(kind, "dependency_kind", tuple(_KINDS))
+        check.one_of(kind, "dependency_kind", tuple(graphs.KINDS))
+        if name and not graphs.is_input_name(name):
+            raise invalid_input("input_name", "must be 1 to 64 letters, digits or underscores")
         expected = "" if revision is None else check.whole(revision, "expected_graph_revision", 0)
         return tag, [flow_id, edge, upstream, downstream, kind, ref, name, expected]
 
