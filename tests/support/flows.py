@@ -118,3 +118,17 @@ async def submitted(engine: Engine, text: str, joins: Any = None, **edge: Any) -
 
 def ids(flow: TestFlow, *keys: str) -> tuple[ExecutionId, ...]:
     return tuple(flow.nodes[key] for key in keys)
+
+
+async def set_units(engine: Engine, units: int = 128) -> None:
+    """How much one call may do for members that depend on others; 128 is the default."""
+    await engine.backend.calls.fcall("ff_test_units", "{fp:0}", (units,), op="test")
+
+
+async def drained(engine: Engine, tag: str) -> None:
+    """Continue until nothing is left to do for members that depend on others."""
+    partition = int(tag[4:-1])
+    for _ in range(10_000):
+        if not (await engine.backend.flows.drain_cascade(partition)).pending:
+            return
+    raise AssertionError("the backlog never empties")

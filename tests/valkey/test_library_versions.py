@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core.errors import EngineError, TransportError
+from flowfabric.core.errors import ConfigError, EngineError, TransportError
 from flowfabric.engine.valkey import library
 from flowfabric.engine.valkey.library import (
     LibraryInfo,
@@ -290,10 +290,29 @@ async def test_the_length_of_feeds_is_what_the_last_preparer_wants(
     assert await length("70", only_joining=True) == 20
 
 
-async def test_an_upgrade_keeps_the_length_of_feeds(server: Transport) -> None:
-    await server.call("FUNCTION", "LOAD", made(SERVES_FROM, OTHER, 1, 77))
+async def test_how_much_a_call_does_is_what_the_last_preparer_wants(
+    server: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def units(value: str, *, only_joining: bool = False) -> int:
+        monkeypatch.setenv("FF_CASCADE_INLINE_EDGES", value)
+        await ensure_library(server, only_joining=only_joining)
+        assert not await ensure_library(server, only_joining=only_joining)
+        info = await read_library(server)
+        assert info is not None
+        return info.cascade_units
+
+    assert await units("") == 128
+    assert await units("20") == 20
+    assert await units("") == 20
+    assert await units("70", only_joining=True) == 20
+    with pytest.raises(ConfigError, match="FF_CASCADE_INLINE_EDGES"):
+        await units("1001")
+
+
+async def test_an_upgrade_keeps_the_settings(server: Transport) -> None:
+    await server.call("FUNCTION", "LOAD", made(SERVES_FROM, OTHER, 1, 77, 0, 0, 50))
     assert await ensure_library(server)
-    assert await read_library(server) == ours(events_maxlen=77)
+    assert await read_library(server) == ours(events_maxlen=77, cascade_units=50)
 
 
 async def test_a_primary_that_lost_the_library_gets_the_settings_of_the_others(

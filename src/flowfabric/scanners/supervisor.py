@@ -10,7 +10,7 @@ from flowfabric.core.errors import EngineError, NotFoundError, invalid_input
 from flowfabric.core.text import shown
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.outage import Outage
-from flowfabric.scanners import jobs
+from flowfabric.scanners import flow_jobs, jobs
 from flowfabric.scanners.base import Cycle, Scanner, ScanResult, report, wait_until
 from flowfabric.scanners.hints import DueHints
 from flowfabric.scanners.index_reconciler import IndexReconciler
@@ -233,10 +233,16 @@ class ScannerSupervisor:
         outage: Outage | None = None,
     ) -> None:
         settings = ScannerSettings.from_env() if settings is None else settings
-        watched = [*jobs.due_scanners(backend), jobs.DoorbellScanner()]
+        watched = [
+            *jobs.due_scanners(backend),
+            jobs.DoorbellScanner(),
+            flow_jobs.CascadeDrain(),
+            flow_jobs.CancelReconciler(backend),
+        ]
         watched = [scanner for scanner in watched if scanner.name not in settings.disabled]
         trimmer = jobs.RetentionTrimmer(backend, settings.events_retention_ms)
-        scanners: list[Scanner] = [*watched, IndexReconciler(), trimmer, jobs.WorkerSweeper()]
+        audits = [IndexReconciler(), flow_jobs.DependencyReconciler()]
+        scanners: list[Scanner] = [*watched, *audits, trimmer, jobs.WorkerSweeper()]
         self.hints = DueHints(backend)
         """Tell it the delays this process sets; they then end at their exact time."""
         duty = duty_of(settings.filter, settings.disabled)

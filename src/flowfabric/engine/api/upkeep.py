@@ -44,6 +44,15 @@ class Audit(msgspec.Struct, frozen=True):
     lanes: list[str]
 
 
+class DependencyAudit(NamedTuple):
+    """What a look at a member that waits for others found: `consistent`, or a repaired fault."""
+
+    verdict: str
+    """`consistent`, `resolved`, `unblocked`, or `error:<why>`."""
+    cursor: str
+    """Where the next look at its edges continues; `0` after the last."""
+
+
 class SurveyRequest(msgspec.Struct, frozen=True):
     """A partition to survey, its lanes, and the indexes that the last survey found there."""
 
@@ -101,6 +110,20 @@ class Upkeep(Concern, Protocol):
         self, tag: str, ids: Iterable[str], lanes: Sequence[str], mode: Mode
     ) -> Audit:
         """The same, given the lanes to search for entries under a wrong lane."""
+        ...
+
+    async def drain_flow_cancels(self, tag: str, ids: Iterable[str]) -> list[str]:
+        """Cancel the members that cancelled flows still owe, until none is left."""
+        ...
+
+    async def audit_dependencies(
+        self, tag: str, members: Sequence[tuple[str, str]]
+    ) -> list[DependencyAudit]:
+        """Resolve what members (id, cursor) wait for although it ended and no queue has it."""
+        ...
+
+    async def parked_units(self, tag: str) -> dict[str, str]:
+        """What the engine gave up on in a partition, with the reason: an operator must look."""
         ...
 
     async def survey_indexes(self, requests: Sequence[SurveyRequest]) -> list[Survey]: ...

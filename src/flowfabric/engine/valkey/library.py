@@ -16,12 +16,13 @@ from flowfabric.core.errors import TransportError, UnavailableError
 from flowfabric.valkey.transport import Ask, Transport
 
 log = logging.getLogger(__name__)
-LIBRARY_VERSION = 20
+LIBRARY_VERSION = 21
 """Rises whenever a function's arguments, reply or the set of names change."""
 MIN_CLIENT = 15
 """The oldest library version whose callers this library still serves."""
 _EVENTS_MAXLEN = 10_000
 _CASCADE_UNITS = 128
+_MAX_CASCADE_UNITS = 1000
 _LOAD_PAUSE = 0.5
 # A load, a check, and a second try if another process interfered.
 _LOAD_ROUNDS = 4
@@ -40,6 +41,8 @@ class LibraryInfo(msgspec.Struct, frozen=True):
     """Whether it rings doorbells the way a cluster needs."""
     extended: bool = False
     """Whether it has functions that are not part of the package; see `include`."""
+    cascade_units: int = _CASCADE_UNITS
+    """How much one call does for members that depend on others."""
 
 
 def _sources(folder: Traversable) -> list[str]:
@@ -73,14 +76,14 @@ def _body() -> tuple[str, str]:
     return body, hashlib.sha256(body.encode()).hexdigest()[:16]
 
 
-def _assemble(*, cluster: bool, events_maxlen: int) -> str:
+def _assemble(*, cluster: bool, events_maxlen: int, cascade_units: int = _CASCADE_UNITS) -> str:
     body, content_hash = _body()
     extended = bool(_extensions)
     return (
         "#!lua name=flowfabric\n"
         f"local SETTINGS = {{ cluster = {str(cluster).lower()}, events_maxlen = '{events_maxlen}', "
         f"version = {LIBRARY_VERSION}, content_hash = '{content_hash}', min_client = {MIN_CLIENT}, "
-        f"extended = {str(extended).lower()}, cascade_units = {_CASCADE_UNITS} }}\n"
+        f"extended = {str(extended).lower()}, cascade_units = {cascade_units} }}\n"
     ) + body
 
 
@@ -110,7 +113,8 @@ class _Rules(msgspec.Struct, frozen=True):
     """Replace also a version whose callers ours does not serve."""
     cluster: bool
     events_maxlen: int | None
-    """None keeps the stored setting."""
+    """None keeps the stored setting, here and below."""
+    cascade_units: int | None
 
     def must_load(self, node: str, stored: LibraryInfo | None) -> bool:
         """Whether to load ours; raises when ours can neither use nor replace the stored one."""
@@ -151,12 +155,18 @@ class _Rules(msgspec.Struct, frozen=True):
 
     def _has_other_settings(self, stored: LibraryInfo) -> bool:
         other_length = self.events_maxlen not in (None, stored.events_maxlen)
-        return other_length or stored.cluster != self.cluster
+        other_units = self.cascade_units not in (None, stored.cascade_units)
+        return other_length or other_units or stored.cluster != self.cluster
 
     def code(self, stored: LibraryInfo | None) -> str:
         """Our library, with the settings of the one it replaces where this process has none."""
-        kept = _EVENTS_MAXLEN if stored is None else stored.events_maxlen
-        return _assemble(cluster=self.cluster, events_maxlen=self.events_maxlen or kept)
+        length = _EVENTS_MAXLEN if stored is None else stored.events_maxlen
+        units = _CASCADE_UNITS if stored is None else stored.cascade_units
+        return _assemble(
+            cluster=self.cluster,
+            events_maxlen=self.events_maxlen or length,
+            cascade_units=self.cascade_units or units,
+        )
 
 
 async def _read(ask: Ask) -> LibraryInfo | None:
@@ -167,7 +177,7 @@ async def _read(ask: Ask) -> LibraryInfo | None:
             return None
         raise
     # Other versions report fewer settings, or more.
-    return LibraryInfo(version, content_hash.decode(), *more[:4])
+    return LibraryInfo(version, content_hash.decode(), *more[:5])
 
 
 async def read_primaries(transport: Transport) -> Stored:
@@ -187,12 +197,14 @@ async def read_library(transport: Transport) -> LibraryInfo | None:
 def _rules(transport: Transport, *, owned: bool, only_joining: bool) -> _Rules:
     force = flag(os.environ, "FF_FORCE_LUA_RELOAD")
     maxlen = whole_number(os.environ, "FF_EVENTS_MAXLEN", 0, 1, 2**53 - 1) or None
+    units = whole_number(os.environ, "FF_CASCADE_INLINE_EDGES", 0, 1, _MAX_CASCADE_UNITS) or None
     return _Rules(
         same_version=force or owned,
         any_older=not only_joining,
         cluster=transport.is_cluster,
-        # Only a process that prepares the deployment sets the length of its feeds.
+        # Only a process that prepares the deployment changes its settings.
         events_maxlen=None if only_joining else maxlen,
+        cascade_units=None if only_joining else units,
     )
 
 

@@ -206,6 +206,40 @@ class ValkeyUpkeep(api.Upkeep):
         args = as_stored((mode, len(lanes), *lanes, *ids))
         return await self._calls.ask("ff_reconcile", tag, args, _audit, op="reconcile")
 
+    async def drain_flow_cancels(self, tag: str, ids: Iterable[str]) -> list[str]:
+        names = check.stored_names(ids, "ids")
+        self._calls.checked_tag(tag)
+        return [await self._drain_flow_cancel(tag, name) for name in names]
+
+    async def _drain_flow_cancel(self, tag: str, flow_id: str) -> str:
+        args = as_stored((flow_id,))
+        try:
+            while await self._calls.ask(
+                "ff_drain_flow_cancel", tag, args, lambda reply: int(reply[4])
+            ):
+                pass
+        except CorruptionError as error:
+            return f"error:{error.detail}"
+        return "drained"
+
+    async def audit_dependencies(
+        self, tag: str, members: Sequence[tuple[str, str]]
+    ) -> list[api.DependencyAudit]:
+        found: list[api.DependencyAudit] = []
+        self._calls.checked_tag(tag)
+        # One call may answer for only some of the members.
+        while len(found) < len(members):
+            args = as_stored(part for member in members[len(found) :] for part in member)
+            found += await self._calls.ask(
+                "ff_audit_deps", tag, args, _dependency_audits, op="audit_dependencies"
+            )
+        return found
+
+    async def parked_units(self, tag: str) -> dict[str, str]:
+        key = keys.index(self._calls.checked_tag(tag), "cascade_poison")
+        flat = await self._calls.read(key, "HGETALL", key)
+        return {shown(lossless(unit)): shown(lossless(why)) for unit, why in flat.items()}
+
     async def survey_indexes(self, requests: Sequence[api.SurveyRequest]) -> list[api.Survey]:
         parts = [part for request in requests for part in _survey_parts(request)]
         found: dict[str, list[api.Survey]] = {request.tag: [] for request in requests}
@@ -310,6 +344,14 @@ def _is_before(stamp: str, edge: int) -> bool:
 def _audit(reply: list[Any]) -> api.Audit:
     verdicts = [shown(lossless(verdict)) for verdict in reply[2]]
     return api.Audit(verdicts, [lossless(lane) for lane in reply[3]])
+
+
+def _dependency_audits(reply: list[Any]) -> list[api.DependencyAudit]:
+    if not reply[2]:
+        raise ValueError(reply)
+    return [
+        api.DependencyAudit(shown(lossless(verdict)), text(cursor)) for verdict, cursor in reply[2]
+    ]
 
 
 def _survey_parts(request: api.SurveyRequest) -> list[tuple[str, list[str | int]]]:

@@ -26,6 +26,11 @@ function cascade.told(c)
   return done and { done.resolved, done.promoted, done.skipped, done.cancelled, done.pending }
 end
 
+-- What failed units are called, so that they can be tried again.
+function cascade.edge_name(flow_id, edge_id, up, child)
+  return table.concat({ 'e', flow_id, edge_id, up, child }, '|')
+end
+
 local function name_of(flow_id, id) return flow_id .. '|' .. edges.uuid_of(id) end
 
 -- Notes that a unit failed, to be tried again; after some failures it is set aside.
@@ -122,7 +127,7 @@ end
 local REASONS = { s = 'sibling_quorum_satisfied', i = 'sibling_quorum_impossible' }
 
 -- Moves the child of a join that has just been decided, with the given fields for its record.
-local function move(c, id, rec, verdict, fields)
+function cascade.move(c, id, rec, verdict, fields)
   if not S.is_blocked_by_dependencies(rec.state) then
     -- A running or suspended child looks at it when it waits next.
     for i = 1, #fields, 2 do record.set(c, id, rec, fields[i], fields[i + 1]) end
@@ -154,7 +159,7 @@ local function decide(c, id, rec, verdict, e, fields)
     values.append(fields, { 'siblings', REASONS[verdict] .. ' ' .. last })
     server.call('SADD', groups, name)
   end
-  move(c, id, rec, verdict, fields)
+  cascade.move(c, id, rec, verdict, fields)
   if not (join and join.cancels) then return end
   if cascade.cancel_siblings(c, id, rec) then
     server.call('SREM', groups, name)
@@ -215,7 +220,7 @@ local function resolve_edges(c, flow_id, id, rec)
       if cascade.room(c) <= 0 then break end
       local edge_id, child = string.sub(page[i], 1, 36), string.sub(page[i], 38)
       local child_id = edges.id_of(c, child)
-      local answer = cascade.unit(c, table.concat({ 'e', flow_id, edge_id, up, child }, '|'),
+      local answer = cascade.unit(c, cascade.edge_name(flow_id, edge_id, up, child),
         cascade.resolve, flow_id, edge_id, child_id, id, rec)
       if answer ~= 'already_resolved' and answer ~= 'invalid_dependency' then add(c, 'resolved') end
       from, taken = page[i + 1], taken + 2

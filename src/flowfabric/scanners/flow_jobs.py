@@ -1,0 +1,204 @@
+"""The scanners of flows: they finish what calls left to do, and audit what calls did."""
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from flowfabric.core.errors import EngineError
+from flowfabric.core.ids import PartitionKey, is_uuid
+from flowfabric.core.text import shown
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.upkeep import DependencyAudit, Index
+from flowfabric.scanners.base import Cycle, report
+from flowfabric.scanners.jobs import DueScanner
+from flowfabric.scanners.watch import Territory
+
+_CASCADE_QUEUES = ("cascade_backlog", "release_backlog", "reopen_backlog", "cascade_failed")
+_PARKED = "cascade_poison"
+_BLOCKED = "blocked:dependencies"
+_PAGE = 50
+_INDEXES_AT_ONCE = 64
+_AUDITED_PER_CYCLE = 2000
+_MEMBERS_ASKED = 100
+
+
+async def occupied(cycle: Cycle, tags: list[str], queues: Sequence[str]) -> list[str]:
+    """The partitions with work in a queue, found by halves: as a rule there are none, or few."""
+    indexes = [Index(tag, queue) for tag in tags for queue in queues]
+    if not await cycle.backend.upkeep.any_exists(indexes):
+        if cycle.watch is not None:
+            cycle.watch.learn_absent(indexes)
+        return []
+    if len(tags) == 1:
+        return tags
+    half = len(tags) // 2
+    left = await occupied(cycle, tags[:half], queues)
+    return left + await occupied(cycle, tags[half:], queues)
+
+
+@dataclass
+class QueueScanner:
+    """Visits the partitions that have work in one of its queues."""
+
+    name: str
+    queues: Sequence[str]
+    visit: Callable[[Cycle, str], Awaitable[None]]
+
+    def indexes(self, territory: Territory) -> list[Index]:
+        return [Index(tag, queue) for tag in territory for queue in self.queues]
+
+    async def scan(self, cycle: Cycle) -> None:
+        for tag in await occupied(cycle, list(cycle.territory), self.queues):
+            if cycle.out_of_time():
+                return
+            with cycle.surviving("could not continue", partition=tag):
+                await self.visit(cycle, tag)
+                cycle.progress()
+
+
+class CascadeDrain(QueueScanner):
+    """Finishes what the end of members, releases and replays mean for other members.
+
+    Tries again what failed because a record is damaged. The engine gives up on it after some
+    failures; that is reported once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("cascade_drain", _CASCADE_QUEUES, self._drain)
+        self._reported: dict[str, set[str]] = {}
+
+    async def scan(self, cycle: Cycle) -> None:
+        new = sorted(cycle.territory.keys() - self._reported.keys())
+        await super().scan(cycle)
+        # A process that takes over reports what it finds.
+        if new and await cycle.backend.upkeep.any_exists([Index(tag, _PARKED) for tag in new]):
+            for tag in new:
+                with cycle.surviving("could not read what was given up", partition=tag):
+                    await self._report_parked(cycle, tag)
+        for tag in new:
+            self._reported.setdefault(tag, set())
+
+    async def _drain(self, cycle: Cycle, tag: str) -> None:
+        flows, partition = cycle.backend.flows, PartitionKey.trusted(tag).index_number
+        retry, more = True, True
+        while more and not cycle.out_of_time():
+            done = await flows.drain_cascade(partition, retry=retry)
+            cycle.processed += done.resolved + done.skipped + done.cancelled
+            cycle.progress()
+            retry, more = False, done.pending
+        await self._report_parked(cycle, tag)
+
+    async def _report_parked(self, cycle: Cycle, tag: str) -> None:
+        parked = await cycle.backend.upkeep.parked_units(tag)
+        for unit in sorted(parked.keys() - self._reported.get(tag, set())):
+            cycle.errors += 1
+            message = f"gave up on {unit}: {parked[unit]}"
+            fields = {"item": unit, "partition": tag, "error": parked[unit]}
+            report(logging.ERROR, self.name, "cascade_parked", message, **fields)
+        self._reported[tag] = set(parked)
+
+
+class CancelReconciler(DueScanner):
+    """Cancels members that a cancelled flow still owes when its grace is over."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__("cancel_reconciler", backend.upkeep.drain_flow_cancels, "cancel_backlog")
+
+    def is_member(self, tag: str, member: str) -> bool:  # noqa: ARG002
+        return is_uuid(member)
+
+    async def accepted(self, cycle: Cycle, tag: str, ids: Sequence[str]) -> list[str]:  # noqa: ARG002
+        """Flows with a member that the filter accepts: one deployment submits them all."""
+        if cycle.where.is_empty:
+            return list(ids)
+        return [flow_id for flow_id in ids if await self._accepts(cycle, flow_id)]
+
+    async def _accepts(self, cycle: Cycle, flow_id: str) -> bool:
+        try:
+            page = await cycle.backend.flows.list_members(flow_id, limit=_MEMBERS_ASKED)
+        except EngineError:
+            return False
+        ids = [member.execution_id for member in page.entries]
+        return bool(await cycle.where.accepted(cycle.backend, ids))
+
+
+class DependencyReconciler:
+    """Audits members that wait for others, some in each cycle, and repairs what it finds.
+
+    Every end of a member resolves its edges in the same call or leaves them in a queue, so what
+    this finds is a fault of the engine or of the store.
+    """
+
+    name = "dependency_reconciler"
+
+    def __init__(self) -> None:
+        self.faults = 0
+        self._next: Index | None = None
+        # Where the look at an index, and at the edges of a member with many, continues.
+        self._ranks: dict[Index, int] = {}
+        self._cursors: dict[str, str] = {}
+
+    async def scan(self, cycle: Cycle) -> None:
+        territory = cycle.territory.items()
+        indexes = sorted(Index(tag, _BLOCKED, lane) for tag, lanes in territory for lane in lanes)
+        first, budget = self._next, _AUDITED_PER_CYCLE
+        if first is not None and not cycle.thorough:
+            indexes.sort(key=lambda index: index < first)
+        for start in range(0, len(indexes), _INDEXES_AT_ONCE):
+            some = indexes[start : start + _INDEXES_AT_ONCE]
+            if not await cycle.backend.upkeep.any_exists(some):
+                continue
+            for index in some:
+                if cycle.out_of_time() or (budget <= 0 and not cycle.thorough):
+                    self._next = index
+                    return
+                place = {"partition": index.tag, "index": str(index)}
+                with cycle.surviving("could not audit", **place):
+                    budget -= await self._audit(cycle, index)
+        self._next = None
+
+    async def _audit(self, cycle: Cycle, index: Index) -> int:
+        """Audit a page of one index, or all of it in a thorough cycle; returns its size."""
+        upkeep, done = cycle.backend.upkeep, 0
+        while True:
+            rank = self._ranks.pop(index, 0)
+            ids = await upkeep.list_index(index, rank, _PAGE)
+            # Those that leave the index in this look make room for the ones after them.
+            left = await self._look(cycle, index, ids)
+            cycle.progress()
+            done += len(ids)
+            if len(ids) < _PAGE:
+                return done
+            self._ranks[index] = rank + len(ids) - left
+            if not cycle.thorough or cycle.out_of_time():
+                return done
+
+    async def _look(self, cycle: Cycle, index: Index, ids: list[str]) -> int:
+        """Audit some members; returns how many faults were repaired."""
+        left = await cycle.where.accepted(cycle.backend, ids)
+        repaired = 0
+        while left:
+            members = [(member, self._cursors.pop(member, "0")) for member in left]
+            audits = await cycle.backend.upkeep.audit_dependencies(index.tag, members)
+            for member, audit in zip(left, audits, strict=True):
+                repaired += self._note(cycle, index, member, audit)
+                if audit.cursor != "0":
+                    self._cursors[member] = audit.cursor
+            left = [member for member in left if cycle.thorough and member in self._cursors]
+        return repaired
+
+    def _note(self, cycle: Cycle, index: Index, member: str, audit: DependencyAudit) -> bool:
+        fields = {"execution_id": shown(member), "partition": index.tag, "lane": index.lane}
+        if audit.verdict == "consistent":
+            return False
+        cycle.errors += 1
+        if audit.verdict.startswith("error:"):
+            why = audit.verdict.removeprefix("error:")
+            message = f"could not audit {shown(member)}: {why}"
+            report(logging.WARNING, self.name, "scanner_failure", message, error=why, **fields)
+            return False
+        self.faults += 1
+        cycle.processed += 1
+        message = f"{audit.verdict} {shown(member)}, which waited for members that had ended"
+        report(logging.WARNING, self.name, "dependency_fault", message, **fields)
+        return True

@@ -1,0 +1,309 @@
+"""Scanners of flows: what calls left to do is done, what is damaged is set aside and told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from flowfabric.core.contracts.flows import AnyOf, FlowCancelled
+from flowfabric.core.ids import new_uuid
+from flowfabric.core.state import PublicState
+from flowfabric.engine.valkey import keys
+from flowfabric.scanners import ScannerFilter
+from flowfabric.scanners.base import ScanResult
+from tests.support.engine import Engine
+from tests.support.flows import TestFlow, set_units, submitted
+from tests.support.scanning import break_record, idle, running, until
+
+FAN = "root>" + " root>".join(f"c{n}" for n in range(20))
+WAITING = PublicState.WAITING
+
+
+@pytest.fixture(autouse=True)
+async def default_units(engine: Engine) -> AsyncIterator[None]:
+    """Tests that change how much a call does leave no trace."""
+    yield
+    await set_units(engine)
+
+
+@pytest.fixture
+async def one_unit(engine: Engine) -> None:
+    """Calls that do one unit each, so that everything goes through the queues."""
+    await set_units(engine, 1)
+
+
+def told(caplog: pytest.LogCaptureFixture, action: str) -> list[dict[str, Any]]:
+    return [r.__dict__ for r in caplog.records if r.__dict__.get("action") == action]
+
+
+async def forget_cascade(flow: TestFlow, key: str) -> None:
+    """As if the engine had lost what it still had to do after a member ended."""
+    call = flow.backend.transport.call
+    await call("DEL", keys.index(flow.tag, "cascade_backlog"))
+    await call("HDEL", keys.core(flow.tag, flow.nodes[key]), "cascaded")
+
+
+# --- cascade_drain -----------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("one_unit")
+async def test_what_a_call_left_is_done_within_a_second(engine: Engine) -> None:
+    flow = await submitted(engine, FAN)
+    await flow.end("root")
+    assert sorted((await flow.states()).values()).count("waiting") == 1
+    found = await idle(engine).scan_once("cascade_drain")
+    assert found == ScanResult(processed=19)
+    assert set((await flow.states()).values()) == {"completed", "waiting"}
+
+
+@pytest.mark.usefixtures("one_unit")
+async def test_running_scanners_do_it_by_themselves(engine: Engine) -> None:
+    flow = await submitted(engine, FAN)
+    async with running(engine.backend):
+        await flow.end("root", "failed")
+
+        async def over() -> bool:
+            return (await flow.snapshot()).finished_at is not None
+
+        await until(over)
+    assert await flow.recount() == {"failed": 1, "skipped": 20}
+
+
+@pytest.mark.corrupts
+async def test_a_damaged_child_is_tried_again_then_parked_and_told_once(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    flow = await submitted(engine, "a>b a>c c>d")
+    await break_record(engine, flow.nodes["b"])
+    await flow.end("a")
+    assert await flow.state("c") is WAITING
+    supervisor = idle(engine)
+    results = [await supervisor.scan_once("cascade_drain") for _ in range(8)]
+    assert [result.errors for result in results] == [0, 0, 0, 0, 1, 0, 0, 0]
+    (record,) = told(caplog, "cascade_parked")
+    assert flow.nodes["b"].uuid in record["item"]
+    assert record["levelno"] == logging.ERROR
+    assert "WRONGTYPE" in record["error"]
+    parked = await engine.backend.upkeep.parked_units(flow.tag)
+    assert list(parked) == [record["item"]]
+    # Another process that takes over tells it, too.
+    caplog.clear()
+    assert (await idle(engine).scan_once("cascade_drain")).errors == 1
+    assert len(told(caplog, "cascade_parked")) == 1
+
+
+@pytest.mark.corrupts
+async def test_a_child_that_is_repaired_in_time_goes_on(engine: Engine) -> None:
+    flow = await submitted(engine, "a>b")
+    key = keys.core(flow.tag, flow.nodes["b"])
+    call = engine.backend.transport.call
+    await call("RENAME", key, "aside")
+    await call("SET", key, "garbage")
+    await flow.end("a")
+    supervisor = idle(engine)
+    await supervisor.scan_once("cascade_drain")
+    await call("RENAME", "aside", key)
+    await supervisor.scan_once("cascade_drain")
+    assert await flow.state("b") is WAITING
+    assert await engine.backend.upkeep.parked_units(flow.tag) == {}
+
+
+# --- cancel_reconciler -------------------------------------------------------------
+
+
+async def half_cancelled(engine: Engine, **graph: Any) -> TestFlow:
+    """A cancelled flow whose canceller died after the first call."""
+    flow = await submitted(engine, " ".join(f"n{n}" for n in range(20)), **graph)
+    await set_units(engine, 3)
+    await engine.backend.calls.fcall(
+        *("ff_cancel_flow", flow.tag, (flow.flow_id, "cancel_all", "stop it", 30_000)), op="test"
+    )
+    return flow
+
+
+async def test_members_of_a_cancelled_flow_are_cancelled_after_the_grace(engine: Engine) -> None:
+    flow = await half_cancelled(engine)
+    supervisor = idle(engine)
+    assert await supervisor.scan_once("cancel_reconciler") == ScanResult()
+    assert (await flow.recount())["cancelled"] == 3
+    await engine.advance(30_001)
+    assert await supervisor.scan_once("cancel_reconciler") == ScanResult(processed=1)
+    assert await flow.recount() == {"cancelled": 20}
+    core = await engine.backend.reads.read_exec_core_fields(
+        flow.nodes["n19"], ("cancellation_reason",)
+    )
+    assert core == {"cancellation_reason": "stop it"}
+    repeat = await engine.backend.flows.cancel_flow(flow.flow_id)
+    assert isinstance(repeat, FlowCancelled)
+    assert repeat.pending_members == 0
+
+
+async def test_the_cancel_reconciler_applies_the_filter(engine: Engine) -> None:
+    flow = await half_cancelled(engine)
+    await engine.advance(30_001)
+    foreign = ScannerFilter(namespace="acme")
+    ours = ScannerFilter(namespace="default")
+    assert await idle(engine, accept=foreign).scan_once("cancel_reconciler") == ScanResult()
+    assert (await flow.recount())["cancelled"] == 3
+    found = await idle(engine, accept=ours).scan_once("cancel_reconciler")
+    assert found == ScanResult(processed=1)
+    assert await flow.recount() == {"cancelled": 20}
+
+
+@pytest.mark.corrupts
+@pytest.mark.parametrize("bad", [b"", b"\xff", b"no-flow", b"11111111-2222-4333-8444-555555555555"])
+async def test_malformed_and_lost_flows_leave_the_backlog(
+    engine: Engine, caplog: pytest.LogCaptureFixture, bad: bytes
+) -> None:
+    flow = await half_cancelled(engine)
+    key = keys.index(flow.tag, "cancel_backlog")
+    await engine.backend.transport.call("ZADD", key, 1, bad)
+    await engine.advance(30_001)
+    assert await idle(engine).scan_once("cancel_reconciler") == ScanResult(processed=2)
+    assert await engine.backend.transport.call("EXISTS", key) == 0
+    assert len(told(caplog, "member_malformed")) == (len(bad) != 36)
+
+
+@pytest.mark.corrupts
+async def test_a_flow_that_cannot_be_read_hides_no_other(engine: Engine) -> None:
+    flow = await half_cancelled(engine)
+    other = "11111111-2222-4333-8444-555555555555"
+    call = engine.backend.transport.call
+    await call("SET", keys.flow(flow.tag, other), "garbage")
+    await call("ZADD", keys.index(flow.tag, "cancel_backlog"), 1, other)
+    await engine.advance(30_001)
+    assert await idle(engine).scan_once("cancel_reconciler") == ScanResult(processed=1, errors=1)
+    assert await flow.recount() == {"cancelled": 20}
+
+
+# --- dependency_reconciler ---------------------------------------------------------
+
+
+@pytest.mark.usefixtures("one_unit")
+async def test_a_lost_cascade_is_found_repaired_and_told(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    flow = await submitted(engine, FAN)
+    await flow.end("root")
+    await forget_cascade(flow, "root")
+    supervisor = idle(engine)
+    assert await supervisor.scan_once("dependency_reconciler") == ScanResult(
+        processed=19, errors=19
+    )
+    assert await supervisor.scan_once("dependency_reconciler") == ScanResult()
+    assert set((await flow.states()).values()) == {"completed", "waiting"}
+    records = told(caplog, "dependency_fault")
+    assert len(records) == 19
+    assert {record["levelno"] for record in records} == {logging.WARNING}
+
+
+@pytest.mark.usefixtures("one_unit")
+async def test_what_is_queued_is_no_fault(engine: Engine) -> None:
+    flow = await submitted(engine, FAN)
+    await flow.end("root")
+    before = await engine.digest()
+    assert await idle(engine).scan_once("dependency_reconciler") == ScanResult()
+    assert await engine.digest() == before
+    await idle(engine).scan_once("cascade_drain")
+
+
+@pytest.mark.usefixtures("one_unit")
+async def test_the_reconciler_reaches_every_member_page_by_page(engine: Engine) -> None:
+    """What waits rightly at the head never hides what was lost behind it."""
+    rightly = await submitted(engine, "x>" + " x>".join(f"w{n}" for n in range(60)))
+    flow_ids = iter(new_uuid, "")
+    flow_id = next(each for each in flow_ids if TestFlow.tag_of(engine, each) == rightly.tag)
+    flow = await submitted(engine, FAN, flow_id=flow_id)
+    await flow.end("root", "cancelled")
+    await forget_cascade(flow, "root")
+    supervisor = idle(engine)
+    runner = supervisor._runners["dependency_reconciler"]
+    first, second, third = [await runner.cycle() for _ in range(3)]
+    assert first == ScanResult()
+    assert second.errors + third.errors == 19
+    assert await flow.recount() == {"cancelled": 1, "skipped": 20}
+
+
+@pytest.mark.usefixtures("one_unit")
+async def test_the_reconciler_applies_the_filter(engine: Engine) -> None:
+    flow = await submitted(engine, FAN)
+    await flow.end("root")
+    await forget_cascade(flow, "root")
+    foreign = idle(engine, accept=ScannerFilter(namespace="acme"))
+    assert await foreign.scan_once("dependency_reconciler") == ScanResult()
+    ours = idle(engine, accept=ScannerFilter(namespace="default"))
+    assert (await ours.scan_once("dependency_reconciler")).processed == 19
+
+
+async def test_a_member_that_waits_for_a_replay_keeps_waiting(engine: Engine) -> None:
+    """08 §21.8: the upstream stays failed, so the child is not skipped again."""
+    flow = await submitted(engine, "a>b")
+    await flow.end("a", "failed")
+    await engine.backend.executions.replay_execution(flow.nodes["b"])
+    for _ in range(3):
+        assert await idle(engine).scan_once("dependency_reconciler") == ScanResult()
+    assert await flow.state("b") is PublicState.WAITING_CHILDREN
+
+
+@pytest.mark.corrupts
+@pytest.mark.parametrize(
+    ("joins", "deps", "state"),
+    [
+        ({}, "2 2 0 0 s", WAITING),
+        ({}, "2 2 0 0 p", WAITING),
+        ({}, "2 1 1 0 i", PublicState.SKIPPED),
+        ({"c": AnyOf("let_run")}, "2 1 0 0 s", WAITING),
+    ],
+)
+async def test_a_decided_join_holds_nobody(
+    engine: Engine, joins: Any, deps: str, state: PublicState
+) -> None:
+    flow = await submitted(engine, "a>c b>c", joins)
+    await engine.backend.transport.call("HSET", keys.core(flow.tag, flow.nodes["c"]), "deps", deps)
+    assert await idle(engine).scan_once("dependency_reconciler") == ScanResult(
+        processed=1, errors=1
+    )
+    assert await flow.state("c") is state
+
+
+@pytest.mark.corrupts
+async def test_a_lost_upstream_is_told_and_never_guessed(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    flow = await submitted(engine, "a>b")
+    await engine.backend.transport.call("DEL", keys.core(flow.tag, flow.nodes["a"]))
+    assert await idle(engine).scan_once("dependency_reconciler") == ScanResult(errors=1)
+    (record,) = told(caplog, "scanner_failure")
+    assert "its upstream does not exist" in record["error"]
+    assert await flow.state("b") is PublicState.WAITING_CHILDREN
+
+
+@pytest.mark.corrupts
+async def test_a_damaged_member_hides_no_other(engine: Engine) -> None:
+    flow = await submitted(engine, "a>b a>c")
+    await set_units(engine, 1)
+    await break_record(engine, flow.nodes["b"])
+    await flow.end("a")
+    await forget_cascade(flow, "a")
+    await engine.backend.transport.call("DEL", keys.index(flow.tag, "cascade_failed"))
+    await set_units(engine)
+    assert await idle(engine).scan_once("dependency_reconciler") == ScanResult(
+        processed=1, errors=2
+    )
+    assert await flow.state("c") is WAITING
+
+
+# --- all of them -------------------------------------------------------------------
+
+
+async def test_idle_scanners_of_flows_change_nothing(engine: Engine) -> None:
+    flow = await submitted(engine, "a>b>c")
+    await flow.end("a")
+    before = await engine.digest()
+    supervisor = idle(engine)
+    for name in ("cascade_drain", "cancel_reconciler", "dependency_reconciler"):
+        assert await supervisor.scan_once(name) == ScanResult()
+    assert await engine.digest() == before
