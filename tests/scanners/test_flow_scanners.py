@@ -15,7 +15,7 @@ from flowfabric.engine.valkey import keys
 from flowfabric.scanners import ScannerFilter
 from flowfabric.scanners.base import ScanResult
 from tests.support.engine import Engine
-from tests.support.flows import TestFlow, set_units, submitted
+from tests.support.flows import TestFlow, set_units, submitted, without_followups
 from tests.support.scanning import break_record, idle, running, until
 
 FAN = "root>" + " root>".join(f"c{n}" for n in range(20))
@@ -24,7 +24,8 @@ WAITING = PublicState.WAITING
 
 @pytest.fixture(autouse=True)
 async def default_units(engine: Engine) -> AsyncIterator[None]:
-    """Tests that change how much a call does leave no trace."""
+    """Callers die after their calls, and tests that change how much a call does leave no trace."""
+    await without_followups(engine)
     yield
     await set_units(engine)
 

@@ -120,6 +120,11 @@ def ids(flow: TestFlow, *keys: str) -> tuple[ExecutionId, ...]:
     return tuple(flow.nodes[key] for key in keys)
 
 
+async def without_followups(engine: Engine) -> None:
+    """As if each caller died after its call: nothing goes on in the background."""
+    await engine.backend._drains.aclose()  # pyright: ignore[reportPrivateUsage]
+
+
 async def set_units(engine: Engine, units: int = 128) -> None:
     """How much one call may do for members that depend on others; 128 is the default."""
     await engine.backend.calls.fcall("ff_test_units", "{fp:0}", (units,), op="test")

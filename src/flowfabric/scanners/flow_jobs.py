@@ -13,7 +13,9 @@ from flowfabric.scanners.base import Cycle, report
 from flowfabric.scanners.jobs import DueScanner
 from flowfabric.scanners.watch import Territory
 
-_CASCADE_QUEUES = ("cascade_backlog", "release_backlog", "reopen_backlog", "cascade_failed")
+_CASCADE_QUEUES = (
+    *("cascade_backlog", "release_backlog", "reopen_backlog", "replay_backlog", "cascade_failed"),
+)
 _PARKED = "cascade_poison"
 _BLOCKED = "blocked:dependencies"
 _PAGE = 50

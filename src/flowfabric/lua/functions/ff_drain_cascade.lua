@@ -58,16 +58,34 @@ local function drain_reopened(c)
   end
 end
 
+-- The record of a flow, or nil if there is none that can be read.
+local function readable(c, flow_id)
+  local ok, f = try(flow.read, c, flow_id)
+  return ok and f or nil
+end
+
 local function drain_replayed(c)
   local backlog = K.index(c.tag, 'replay_backlog')
   for _, flow_id in ipairs(server.call('HRANDFIELD', backlog, AT_ONCE)) do
     if cascade.room(c) <= 0 then return end
     local which, from = string.match(server.call('HGET', backlog, flow_id), '^(%l) (%d+)$')
-    local f = flow.read(c, flow_id)
+    local f = readable(c, flow_id)
     if which and f and not flow.is_cancelled(f) then
       replaying.flow(c, flow_id, from, which == 'a')
     else
       server.call('HDEL', backlog, flow_id)
+    end
+  end
+end
+
+local function drain_released(c)
+  local backlog = K.index(c.tag, 'release_backlog')
+  for _, flow_id in ipairs(server.call('ZRANGE', backlog, 0, AT_ONCE - 1)) do
+    if cascade.room(c) <= 0 then return end
+    if readable(c, flow_id) then
+      flow.release(c, flow_id)
+    else
+      server.call('ZREM', backlog, flow_id)
     end
   end
 end
@@ -86,9 +104,7 @@ register('ff_drain_cascade', function(keys, args)
   drain_siblings(c)
   drain_reopened(c)
   drain_replayed(c)
-  for _, flow_id in ipairs(server.call('ZRANGE', K.index(c.tag, 'release_backlog'), 0, AT_ONCE)) do
-    if cascade.room(c) > 0 and flow.read(c, flow_id) then flow.release(c, flow_id) end
-  end
+  drain_released(c)
   if args[1] == '1' then retry_failed(c) end
   c:close()
   local left = server.call('EXISTS', K.index(c.tag, 'cascade_backlog'),

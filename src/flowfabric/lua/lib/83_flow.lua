@@ -265,7 +265,8 @@ function flow.settle(c)
   while c.tally or c.grown do
     local tallies, grown = c.tally or {}, c.grown or {}
     c.tally, c.grown = nil, nil
-    for flow_id, tally in pairs(tallies) do write(c, flow_id, tally, grown[flow_id]) end
+    -- A record that cannot be read undoes no change of a member.
+    for flow_id, tally in pairs(tallies) do try(write, c, flow_id, tally, grown[flow_id]) end
     for flow_id in pairs(grown) do
       if not tallies[flow_id] then write(c, flow_id, nil, true) end
     end
