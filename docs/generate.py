@@ -12,7 +12,7 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from flowfabric.cli.main import COMMANDS, app
+from flowfabric.cli.main import COMMANDS, app, load_command
 from flowfabric.core.catalogue import CATALOGUE
 from flowfabric.core.state import CODE_LETTERS
 from flowfabric.scanners.settings import INTERVALS_S
@@ -147,6 +147,10 @@ def command_line() -> str:
     lines = ["# Command line", "", NOTE, "```text", _help(), "```"]
     for name in (*COMMANDS, "bench", "version"):
         lines += ["", f"## flowfabric {name}", "", "```text", _help(name), "```"]
+        parts = getattr(load_command(name), "commands", {}) if name in COMMANDS else {}
+        for part in parts:
+            lines += ["", f"### flowfabric {name} {part}", ""]
+            lines += ["```text", _help(name, part), "```"]
     lines += [
         "",
         "## Exit codes and errors",

@@ -108,7 +108,7 @@ async def change_many(
         )
         if not ids:
             chosen = await where.where(backend, target.namespace, finished=change.finished)
-            with _progress("Counting", None) as advance:
+            with progress_bar("Counting", None) as advance:
                 async for page in matching(backend, chosen):
                     found |= dict.fromkeys(row.execution_id for row in page.executions)
                     states.update(row.public_state.value for row in page.executions)
@@ -145,7 +145,7 @@ async def _change(
     )
     tally = Tally()
     try:
-        with _progress(change.verb.capitalize(), len(found)) as advance:
+        with progress_bar(change.verb.capitalize(), len(found)) as advance:
             await _run(backend, iter(found), change, chosen, tally, advance)
     finally:
         if target.as_json:
@@ -223,7 +223,7 @@ def _print_summary(found: int, change: Change, tally: Tally) -> None:
 
 
 @contextmanager
-def _progress(label: str, total: int | None) -> Generator[Callable[[int], None]]:
+def progress_bar(label: str, total: int | None) -> Generator[Callable[[int], None]]:
     """A progress bar, or a running number without a total, on a terminal."""
     if not sys.stderr.isatty():
         yield lambda _: None

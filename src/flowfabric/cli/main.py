@@ -4,10 +4,10 @@ import errno
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from inspect import iscoroutinefunction
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -23,6 +23,8 @@ COMMANDS = {
     "result": ("submit", "Wait for the result of an execution and print it as JSON."),
     "ps": ("executions", "List executions, newest first."),
     "show": ("executions", "Show everything about one execution."),
+    "flows": ("flows", "List flows, newest first."),
+    "flow": ("flows", "Show or change one flow."),
     "tail": ("tail", "Print the output of an execution live, until it finishes."),
     "waiting": ("waits", "List executions that wait for an answer."),
     "approve": ("waits", "Answer a wait as an operator, without a token."),
@@ -47,6 +49,8 @@ A command's module loads the engine. It is imported only to run the command or t
 _OTHER_NAMES = {
     "cancel": "abort kill stop terminate",
     "doctor": "check diagnose health ping",
+    "flows": "dags graphs pipelines workflows",
+    "flow": "dag graph pipeline tree workflow",
     "lanes": "lane queue queues",
     "ps": "executions find jobs list ls runs search tasks",
     "purge": "clean clear delete prune remove rm",
@@ -100,11 +104,18 @@ class _Commands(TyperGroup):
 
 
 def load_command(name: str) -> Any:
-    """Import a command of the table."""
+    """Import a command of the table. A mapping in its module is a group of commands."""
     from flowfabric.cli.session import with_shared_options  # noqa: PLC0415 - loads the engine
 
     module = import_module(f"flowfabric.cli.commands.{COMMANDS[name][0]}")
     run = getattr(module, name.replace("-", "_"))
+    if isinstance(run, Mapping):
+        group = typer.Typer(
+            add_completion=False, no_args_is_help=True, help=COMMANDS[name][1], **_SETTINGS
+        )
+        for each, part in cast("Mapping[str, Any]", run).items():
+            group.command(each, cls=Command)(with_shared_options(part))
+        return typer.main.get_command(group)
     single = typer.Typer(add_completion=False, **_SETTINGS)
     single.command(name, cls=Command)(with_shared_options(run) if iscoroutinefunction(run) else run)
     return typer.main.get_command(single)

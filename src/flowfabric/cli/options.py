@@ -111,6 +111,7 @@ _ID = "The execution id, its UUID, or the first characters of either."
 Id = Annotated[str, argument("ID", _ID)]
 OptionalId = Annotated[str | None, argument("ID", _ID)]
 OptionalIds = Annotated[list[str] | None, argument("ID", _ID)]
+FlowId = Annotated[str, argument("ID", "The flow id, or its first characters.")]
 _URL = "The Valkey to use: valkey://host:port, unix://path, … Overrides FF_URL."
 Url = Annotated[str | None, value("URL", _URL, "--url", parser=partial(checked, _check_url))]
 parse_namespace = partial(checked, validate_namespace)

@@ -3,6 +3,7 @@
 import asyncio
 import getpass
 import inspect
+import re
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -13,13 +14,18 @@ from flowfabric.cli import options
 from flowfabric.cli.errors import CliError, UsageError
 from flowfabric.cli.options import Deployment, Target
 from flowfabric.cli.selection import Selection, select
-from flowfabric.core.errors import EngineError, ValidationError
+from flowfabric.core.errors import EngineError, NotFoundError, ValidationError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.text import shown
 from flowfabric.engine import lookup
 from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.flow_overview import flows_that_start_with
 from flowfabric.engine.valkey.connect import ServerLocation, data_folder, has_data, no_data
 
+_UUID_LENGTH = 36
+_MIN_START = 4
+_LISTED = 10
+_flow_start = re.compile(rf"[0-9a-f-]{{{_MIN_START},{_UUID_LENGTH}}}").fullmatch
 CONNECT_S = 3.0
 """Shorter than a worker's: a person waits for the answer."""
 
@@ -103,6 +109,37 @@ async def find_execution(backend: Backend, text: str, namespace: str | None = No
     except ValidationError as error:
         hint = "`flowfabric ps` lists executions and their ids"
         raise UsageError(error.code, error.explanation, hint) from error
+
+
+@asynccontextmanager
+async def open_flow(target: Target, text: str) -> AsyncGenerator[tuple[Backend, str]]:
+    """A backend, and the id of the flow that the text names."""
+    async with open_backend(target) as backend:
+        yield backend, await _find_flow(backend, text, target.namespace)
+
+
+async def _find_flow(backend: Backend, text: str, namespace: str | None) -> str:
+    """The flow with this id, or with an id that only it starts with."""
+    given = text.strip().removesuffix("…").lower()
+    if _flow_start(given) is None:
+        hint = "`flowfabric flows` lists flows and their ids"
+        problem = f"{text!r} is neither a flow id nor its start of at least {_MIN_START} characters"
+        raise UsageError("invalid_input", problem, hint)
+    if len(given) == _UUID_LENGTH:
+        flow = await backend.flows.describe_flow(given, edge_groups=False)
+        found = [given] if flow is not None and namespace in (None, flow.namespace) else []
+    else:
+        found = await flows_that_start_with(backend, given, namespace, _LISTED + 1)
+    if len(found) > 1:
+        lines = "".join(f"\n  {flow_id}" for flow_id in found[:_LISTED])
+        more = "\n  …" if len(found) > _LISTED else ""
+        message = f"more than one flow id starts with {given!r}:{lines}{more}"
+        raise CliError("ambiguous_id", message, "give more of the id", *found[:_LISTED])
+    if not found:
+        where = "" if namespace is None else f" in namespace {namespace}"
+        how = "has the id" if len(given) == _UUID_LENGTH else "has an id that starts with"
+        raise NotFoundError("flow_not_found", f"no flow{where} {how} {given!r}")
+    return found[0]
 
 
 async def _ambiguous(backend: Backend, error: lookup.AmbiguousId) -> CliError:

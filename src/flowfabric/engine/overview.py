@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
 
 import msgspec
 
@@ -18,32 +18,14 @@ from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.events import Event
 from flowfabric.engine.api.reads import Filter
 from flowfabric.engine.api.waitpoints import LastWait
+from flowfabric.engine.flow_overview import Membership, read_membership
+from flowfabric.engine.paging import read_every
 
 _PAGE = 1000
 _PAGES = 10
 """Pages read unless the caller asks for everything: about a second of work."""
 _NEVER = 2**63
 _SIGNALS = 50
-
-Entry_co = TypeVar("Entry_co", covariant=True)
-T = TypeVar("T")
-
-
-class _Page(Protocol[Entry_co]):
-    @property
-    def entries(self) -> Sequence[Entry_co]: ...
-    @property
-    def next_cursor(self) -> str | None: ...
-
-
-async def _every(read: Callable[[str], Awaitable[_Page[T]]]) -> list[T]:
-    found: list[T] = []
-    cursor: str | None = ""
-    while cursor is not None:
-        page = await read(cursor)
-        found += page.entries
-        cursor = page.next_cursor
-    return found
 
 
 class ExecutionListing(msgspec.Struct, frozen=True):
@@ -104,7 +86,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
 
 async def read_open_waitpoints(backend: Backend, execution_id: ExecutionId) -> list[OpenWaitpoint]:
     """All open waitpoints; those of the current suspension first."""
-    found = await _every(
+    found = await read_every(
         lambda after: backend.waitpoints.list_pending_waitpoints(execution_id, after, _PAGE)
     )
     return sorted(found, key=lambda one: (one.state != "active", one.created_at, one.waitpoint_key))
@@ -145,7 +127,7 @@ async def list_waits(
     backend: Backend, *, lane: str | None, namespace: str | None, limit: int
 ) -> tuple[list[Wait], int]:
     """Suspended executions, soonest timeout first, and how many the limit left out."""
-    entries = await _every(
+    entries = await read_every(
         lambda cursor: backend.suspensions.list_suspended(cursor=cursor, limit=_PAGE)
     )
     reads = backend.reads
@@ -192,6 +174,8 @@ class ExecutionDetail(msgspec.Struct, frozen=True, kw_only=True):
     """The newest suspension, open or closed."""
     signals: list[ResumeSignal]
     """What earlier waits received, oldest first; at most the newest 50."""
+    membership: Membership | None
+    """Its flow, and the executions before it there."""
     now_ms: int
 
     @property
@@ -234,6 +218,7 @@ async def read_detail(backend: Backend, execution_id: ExecutionId) -> ExecutionD
         waitpoints=waitpoints,
         wait=wait,
         signals=signals,
+        membership=await read_membership(backend, info),
         now_ms=now,
     )
 

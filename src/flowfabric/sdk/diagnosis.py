@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 
 from flowfabric.core.contracts.executions import ExecutionInfo, WhyWaiting
+from flowfabric.core.contracts.flows import AnyOf, Quorum
 from flowfabric.core.contracts.suspension import OpenWaitpoint
 from flowfabric.core.state import OwnershipState, PublicState
-from flowfabric.core.text import clock, duration
+from flowfabric.core.text import clock, duration, plural
 from flowfabric.engine.overview import ExecutionDetail
 
 OPERATOR_ONLY = "__operator_only__"
 TIMEOUT_ONLY = "__timeout_only__"
+_NAMED = 3
 _SPECIAL = {OPERATOR_ONLY: "an operator", TIMEOUT_ONLY: "its timeout"}
 _TIMED = {
     "waiting_for_retry_backoff": "the last attempt failed; the next one starts",
@@ -78,13 +80,41 @@ def _waiting(detail: ExecutionDetail, why: WhyWaiting) -> str:
     if timed is not None and why.retry_at is not None:
         due = why.retry_at <= detail.now_ms
         return f"{timed} " + ("now" if due else f"at {future_time(why.retry_at, detail.now_ms)}")
+    if detail.membership is not None and detail.membership.held:
+        flow_id = detail.membership.flow_id
+        return f"its flow is held: `flowfabric flow release {flow_id}` lets it run"
     if why.unresolved_edges:
-        return f"it depends on {why.unresolved_edges} executions that have not finished"
+        return _for_upstreams(detail, why)
     for_worker = why.blocking_reason == "waiting_for_worker" or why.unknown_task
     if for_worker or why.missing_capabilities:
         return _for_worker(info, why)
     reason = why.blocking_reason.replace("_", " ")
     return f"{reason}: {why.blocking_detail}" if why.blocking_detail else reason
+
+
+def _for_upstreams(detail: ExecutionDetail, why: WhyWaiting) -> str:
+    open_edges, membership = why.unresolved_edges, detail.membership
+    which = [
+        f"{each.name} ({'deleted' if each.public_state is None else each.public_state.value})"
+        for each in (() if membership is None else membership.upstreams)
+        if each.edge_state == "pending"
+    ]
+    named = ", ".join(which[:_NAMED])
+    if named and open_edges > _NAMED:
+        named += f" and {open_edges - _NAMED:,} more"
+    return f"it waits for {_needed(why)}" + (f": {named}" if named else "")
+
+
+def _needed(why: WhyWaiting) -> str:
+    """How many upstreams it waits for, by its join."""
+    count = plural(why.unresolved_edges, "upstream")
+    match None if why.join is None else why.join.policy:
+        case AnyOf():
+            return f"one of {count}"
+        case Quorum(k=k) if why.join is not None:
+            return f"{k - why.join.satisfied_count:,} of {count}"
+        case _:
+            return count
 
 
 def _active(detail: ExecutionDetail) -> str:

@@ -12,6 +12,7 @@ from flowfabric.core.contracts.suspension import OpenWaitpoint
 from flowfabric.core.policy import NO_POLICY
 from flowfabric.core.text import age, clock, duration
 from flowfabric.engine.api.events import Event
+from flowfabric.engine.flow_overview import Membership
 from flowfabric.engine.overview import ExecutionDetail
 from flowfabric.sdk.diagnosis import why_not_running
 
@@ -70,6 +71,8 @@ def print_detail(detail: ExecutionDetail, *, full: bool, as_json: bool) -> None:
     _print_head(screen, detail, why)
     if detail.wait is not None and detail.wait.closed_at is None:
         waits.print_question(screen, detail.wait)
+    if detail.membership is not None:
+        _print_upstreams(screen, detail.membership)
     _print_table(screen, "Waitpoints", [_waitpoint(one, detail) for one in detail.waitpoints])
     _print_table(screen, "Signals", [waits.signal_row(one) for one in detail.signals])
     _print_table(screen, "Attempts", [_attempt(one, detail.now_ms) for one in detail.attempts])
@@ -130,7 +133,8 @@ def _facts(detail: ExecutionDetail) -> dict[str, Cell | None]:
         "delayed until": "" if finished else _future_time(info.delay_until),
         "deadline": _future_time(info.execution_deadline_at),
         "needs": ", ".join(info.required_capabilities),
-        "flow": info.flow_id,
+        "flow": _flow(detail),
+        "node": info.node,
         "attempts": str(info.total_attempt_count or ""),
         "retries": str(info.retry_count or ""),
         "replays": str(info.replay_count or ""),
@@ -144,6 +148,36 @@ def _facts(detail: ExecutionDetail) -> dict[str, Cell | None]:
         "worker": lease and lease.worker_instance_id,
         "lease": lease and f"epoch {lease.lease_epoch}, {_time_left(lease.expires_at - now)}",
     }
+
+
+def _flow(detail: ExecutionDetail) -> str | None:
+    place = detail.membership
+    if place is None:
+        return detail.execution.flow_id
+    state = "cancelled" if place.cancelled_at else "held" if place.held else place.derived_state
+    return f"{place.flow_id} ({place.flow_kind}, {state})"
+
+
+def _print_upstreams(screen: Screen, place: Membership) -> None:
+    rows: list[Row] = [
+        {
+            "NODE": (each.name, "bold"),
+            "TASK": each.execution_kind or "-",
+            "STATE": state_cell(each.public_state.value) if each.public_state else "deleted",
+            "SATISFIED": {"pending": "not yet", "impossible": "never"}.get(each.edge_state, "yes"),
+            "BY": {"terminal": "any end", "failure_only": "failure"}.get(
+                each.dependency_kind, "success"
+            ),
+            "INPUT": each.input_name or "-",
+            "ID": each.execution_id.compact,
+        }
+        for each in place.upstreams
+    ]
+    more = place.upstream_count - len(rows)
+    title = f"Upstreams ({place.open_count:,} of {place.upstream_count:,} open)"
+    _print_table(screen, title, rows)
+    if more:
+        screen.line(f"  … and {more:,} more")
 
 
 def _time_left(ms: int) -> str:

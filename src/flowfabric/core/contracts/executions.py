@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from flowfabric.core.contracts import NamedOutcome
-from flowfabric.core.contracts.flows import CascadeCounts, Dependency
+from flowfabric.core.contracts.flows import CascadeCounts, Dependency, JoinSnapshot
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState, StateVector
@@ -151,6 +151,8 @@ class ExecutionInfo(_Read, frozen=True, kw_only=True, omit_defaults=True):
     completed_at: str | None = None
     current_attempt_index: int = 0
     flow_id: str | None = None
+    node: str | None = None
+    """Its key in the graph of its flow."""
     blocking_detail: str = ""
     total_attempt_count: int = 0
     retry_count: int = 0
@@ -289,6 +291,8 @@ class WhyWaiting(msgspec.Struct, frozen=True, kw_only=True):
     offered_to: str | None = None
     """The worker that last left it to others because it did not know the task."""
     unresolved_edges: int = 0
+    join: JoinSnapshot | None = None
+    """How far its dependencies are decided; None without any."""
     waitpoints: tuple[str, ...] = ()
     prompt: str | None = None
     """What is asked, for people."""

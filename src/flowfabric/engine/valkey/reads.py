@@ -177,6 +177,7 @@ class ValkeyReads(Reads):
             unknown_task=unknown,
             offered_to=offered_to,
             unresolved_edges=0 if join is None else join.running_count,
+            join=join,
             waitpoints=tuple(waitpoints.split(",")) if waitpoints else (),
             **question(suspension),
         )

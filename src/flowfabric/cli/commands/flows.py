@@ -1,0 +1,253 @@
+"""`flowfabric flows`, and `flow show`, `cancel`, `replay`, `release` and `delete`."""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Annotated, Any, get_args
+
+import msgspec
+import typer
+
+from flowfabric.cli import options, session
+from flowfabric.cli.bulk import progress_bar
+from flowfabric.cli.errors import CliError
+from flowfabric.cli.options import Target, flag, value
+from flowfabric.cli.views.flows import (
+    count_states,
+    flow_state,
+    live_flow,
+    member_changes,
+    print_flow,
+    print_flows,
+)
+from flowfabric.cli.views.screen import Cell, Screen, print_json, print_result
+from flowfabric.core.contracts.flows import CancellationPolicy, FlowStatus, PartiallyCancelled
+from flowfabric.core.text import plural
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.flows import FlowFilter
+from flowfabric.engine.flow_overview import list_newest_flows, read_flow
+
+_REFRESH_S = 0.5
+_WAIT_S = 60.0
+_LISTED = 3
+_STATUSES: tuple[str, ...] = get_args(FlowStatus)
+_POLICIES: tuple[str, ...] = get_args(CancellationPolicy)
+
+
+def _choice(names: tuple[str, ...], text: str) -> Any:
+    """An option that takes one of these names."""
+
+    def parse(given: str) -> str:
+        if given not in names:
+            raise typer.BadParameter(f"{given!r} is not one of {', '.join(names)}")
+        return given
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return value("NAME", text, parser=parse, autocompletion=complete)
+
+
+async def flows(
+    target: Target,
+    *,
+    status: Annotated[
+        str | None,
+        _choice(_STATUSES, "Only this status: active, completed, failed or cancelled."),
+    ] = None,
+    tag: options.Tags = None,
+    limit: Annotated[int, value("N", "Show at most N flows.", min=1)] = 50,
+    everything: Annotated[bool, flag("--all", "Show all flows.")] = False,
+) -> None:
+    """List flows, newest first.
+
+    DONE counts the members that have ended, and all members. With --json, prints one JSON object
+    per line.
+    """
+    where = FlowFilter(
+        namespace=target.namespace,
+        status=status,  # pyright: ignore[reportArgumentType]
+        tags=options.pairs(tag),
+    )
+    try:
+        async with session.open_backend(target) as backend:
+            found = await list_newest_flows(backend, where, None if everything else limit)
+    except session.NoDataYet as nothing:
+        if not target.as_json:
+            Screen().line("No flows: ", nothing.message, ".")
+            Screen().line(("hint: ", "cyan"), nothing.hint)
+        return
+    if target.as_json:
+        print_json(*found.rows)
+    else:
+        print_flows(found, filtered=where != FlowFilter())
+
+
+async def _show(
+    target: Target,
+    id_: options.FlowId,
+    *,
+    full: Annotated[bool, flag("--full", "Print every member on its own line.")] = False,
+    watch: Annotated[
+        bool, flag("--watch", "Keep running and show changes until the flow finishes.")
+    ] = False,
+) -> None:
+    """Show one flow and its graph.
+
+    Prints the graph as a tree, with the state of each member and what it waits for. Four or more
+    equal branches are one line with counts. With --watch and without a terminal, prints a member
+    again whenever its state changes.
+    """
+    async with session.open_flow(target, id_) as (backend, flow_id):
+        if watch:
+            # Ctrl-C is the normal way to stop.
+            with contextlib.suppress(asyncio.CancelledError):
+                await _watch(target, backend, flow_id, full=full)
+            if target.as_json or not Screen().terminal:
+                return
+        detail = await read_flow(backend, flow_id)
+    print_flow(detail, full=full, as_json=target.as_json)
+
+
+async def _watch(target: Target, backend: Backend, flow_id: str, *, full: bool) -> None:
+    screen = Screen()
+    live = screen.terminal and not target.as_json
+    changes = contextlib.nullcontext(member_changes(as_json=target.as_json))
+    detail = None
+    with live_flow(screen, full=full) if live else changes as show_changes:
+        while True:
+            detail = await read_flow(backend, flow_id, detail)
+            show_changes(detail)
+            if detail.flow.finished_at is not None:
+                return
+            await asyncio.sleep(_REFRESH_S)
+
+
+async def _cancel(
+    target: Target,
+    id_: options.FlowId,
+    *,
+    policy: Annotated[
+        str,
+        _choice(
+            _POLICIES,
+            "cancel_all: every member that has not ended. cancel_pending: only those that have not "
+            "started. flow_only: no member, but the flow takes no more.",
+        ),
+    ] = "cancel_all",
+    reason: Annotated[str, value("TEXT", "Stored with the flow and its members.")] = "",
+    wait: Annotated[
+        bool, flag("--wait", "Return when every member that the policy reaches has ended.")
+    ] = False,
+    timeout: Annotated[
+        float | None, options.duration("How long --wait waits. Default: 1m.", "1s", "1h")
+    ] = None,
+) -> None:
+    """Cancel a flow and its members.
+
+    Without --wait, the engine cancels the members of a large flow in the background. A repeat with
+    a stronger policy reaches more members. If --wait times out, cancelling continues.
+    """
+    async with session.open_flow(target, id_) as (backend, flow_id):
+        outcome = await backend.flows.cancel_flow(flow_id, reason, cancellation_policy=policy)
+        if wait:
+            await _drain(backend, flow_id, timeout or _WAIT_S)
+            # The repeat also names the members that could not be cancelled.
+            outcome = await backend.flows.cancel_flow(
+                flow_id, reason, cancellation_policy=policy, wait_timeout_ms=1000
+            )
+        flow = await backend.flows.describe_flow(flow_id, edge_groups=False)
+    members: Mapping[str, int] = {} if flow is None else flow.members
+    fields: dict[str, object] = {"flow_id": flow_id, "outcome": outcome.kind, "members": members}
+    fields |= msgspec.structs.asdict(outcome)
+    head: list[Cell] = [f"{flow_id}  ", ("cancelled", "bright_black")]
+    print_result(fields, *head, f"  {count_states(members)}", as_json=target.as_json)
+    if isinstance(outcome, PartiallyCancelled):
+        failed = outcome.failed_member_execution_ids
+        listed = "".join(f"\n  {each.compact}" for each in failed[:_LISTED])
+        more = "\n  …" if len(failed) > _LISTED else ""
+        raise CliError(
+            "partially_cancelled",
+            f"{plural(len(failed), 'member')} could not be cancelled:{listed}{more}",
+            "the engine keeps trying; `flowfabric show ID` of a member says what is wrong with it",
+            *failed,
+        )
+
+
+async def _drain(backend: Backend, flow_id: str, timeout: float) -> None:
+    """Cancel what is left, chunk by chunk, and show how far it is."""
+    try:
+        async with asyncio.timeout(timeout):
+            cancelled, settled, left = await backend.flows.drain_flow_cancel(flow_id)
+            if not left:
+                return
+            with progress_bar("Cancel", cancelled + settled + left) as advance:
+                advance(cancelled + settled)
+                while left:
+                    cancelled, settled, left = await backend.flows.drain_flow_cancel(flow_id)
+                    advance(cancelled + settled)
+    except TimeoutError:
+        raise CliError(
+            "timeout",
+            f"some members did not end within {timeout:g} s; the flow is cancelled",
+            "the engine cancels them in the background; `flowfabric flow show` shows how far it is",
+        ) from None
+
+
+async def _replay(
+    target: Target,
+    id_: options.FlowId,
+    *,
+    cancelled: Annotated[bool, flag("--cancelled", "Rerun cancelled members, too.")] = False,
+) -> None:
+    """Rerun the failed and expired members of a flow.
+
+    Members that were skipped because of them wait again. Members of a large flow follow in the
+    background.
+    """
+    async with session.open_flow(target, id_) as (backend, flow_id):
+        done = await backend.flows.replay_flow(flow_id, failed_only=not cancelled)
+    fields = {"flow_id": flow_id, **msgspec.structs.asdict(done)}
+    text = f"replayed {plural(done.replayed, 'member')}, {done.reopened:,} wait for them again"
+    more = "; more follow in the background" if done.pending else ""
+    print_result(fields, f"{flow_id}  ", text, more, as_json=target.as_json)
+
+
+async def _release(target: Target, id_: options.FlowId) -> None:
+    """Let the members of a held flow run."""
+    async with session.open_flow(target, id_) as (backend, flow_id):
+        done = await backend.flows.release_flow(flow_id)
+        flow = await backend.flows.describe_flow(flow_id, edge_groups=False)
+    state: Cell = "released" if flow is None else flow_state(flow)
+    fields = {"flow_id": flow_id, "outcome": done.kind, "eligible": done.eligible}
+    text = f"  {plural(done.eligible, 'member')} can run"
+    print_result(fields, f"{flow_id}  ", state, text, as_json=target.as_json)
+
+
+async def _delete(target: Target, id_: options.FlowId, *, yes: options.Yes = False) -> None:
+    """Delete a finished or cancelled flow with all its members.
+
+    Otherwise it is deleted when its retention is over.
+    """
+    async with session.open_flow(target, id_) as (backend, flow_id):
+        flow = await backend.flows.describe_flow(flow_id, edge_groups=False)
+        count = 0 if flow is None else flow.node_count
+        what = f"the flow and {plural(count, 'member')}"
+        options.confirm(
+            f"Payloads, results and output are deleted. Delete {what}?",
+            yes=yes,
+            problem=f"this would delete {what}",
+        )
+        await backend.flows.delete_flow(flow_id)
+    fields = {"flow_id": flow_id, "outcome": "deleted", "members": count}
+    print_result(fields, f"{flow_id}  ", "deleted", as_json=target.as_json)
+
+
+flow = {
+    "show": _show,
+    "cancel": _cancel,
+    "replay": _replay,
+    "release": _release,
+    "delete": _delete,
+}
+"""The commands of `flowfabric flow`."""

@@ -1,0 +1,189 @@
+"""What people ask about flows, read through the engine's interface alone."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator
+
+import msgspec
+
+from flowfabric.core.contracts import ListingPage
+from flowfabric.core.contracts.executions import ExecutionInfo
+from flowfabric.core.contracts.flows import (
+    DependencyKind,
+    EdgeSnapshot,
+    FlowListing,
+    FlowMember,
+    FlowSnapshot,
+    FlowState,
+)
+from flowfabric.core.errors import NotFoundError
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.state import PublicState
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.flows import FlowFilter
+from flowfabric.engine.paging import read_every
+
+_PAGE = 1000
+_PAGES = 10
+"""Pages read unless the caller asks for everything."""
+_UPSTREAMS = 20
+_EDGE_ORDER = ("impossible", "pending", "satisfied")
+
+
+class NewestFlows(msgspec.Struct, frozen=True):
+    """The newest flows, and how many have each status."""
+
+    rows: list[FlowListing]
+    statuses: Counter[str]
+    complete: bool
+    """Whether every flow was read, or only the first pages."""
+    now_ms: int
+
+
+async def matching_flows(
+    backend: Backend, where: FlowFilter
+) -> AsyncGenerator[ListingPage[FlowListing]]:
+    """The pages of a listing, to its end."""
+    cursor: str | None = ""
+    while cursor is not None:
+        page = await backend.flows.list_flows(cursor=cursor, limit=_PAGE, where=where)
+        yield page
+        cursor = page.next_cursor
+
+
+async def list_newest_flows(backend: Backend, where: FlowFilter, limit: int | None) -> NewestFlows:
+    """The newest flows that match; without a limit, all of them."""
+    found: list[FlowListing] = []
+    statuses: Counter[str] = Counter()
+    pages, complete = 0, False
+    async for page in matching_flows(backend, where):
+        statuses.update(row.status for row in page.entries)
+        found += page.entries
+        found.sort(key=lambda row: (-row.created_at, row.flow_id))
+        del found[limit or len(found) :]
+        pages += 1
+        complete = page.next_cursor is None
+        if limit is not None and pages == _PAGES:
+            break
+    return NewestFlows(found, statuses, complete, await backend.meta.server_time_ms())
+
+
+async def flows_that_start_with(
+    backend: Backend, start: str, namespace: str | None, limit: int
+) -> list[str]:
+    """The ids of flows that start with this text; at most `limit`."""
+    found: list[str] = []
+    async for page in matching_flows(backend, FlowFilter(namespace=namespace)):
+        found += (row.flow_id for row in page.entries if row.flow_id.startswith(start))
+        if len(found) >= limit:
+            break
+    return found[:limit]
+
+
+class FlowDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """A flow with its members and edges."""
+
+    flow: FlowSnapshot
+    nodes: list[FlowMember]
+    edges: list[EdgeSnapshot]
+    now_ms: int
+
+
+async def read_flow(backend: Backend, flow_id: str, before: FlowDetail | None = None) -> FlowDetail:
+    """Read a flow. Edges are read again only if the graph has grown since `before`."""
+    flow, now = await asyncio.gather(
+        backend.flows.describe_flow(flow_id, edge_groups=False), backend.meta.server_time_ms()
+    )
+    if flow is None:
+        raise NotFoundError("flow_not_found", flow_id)
+    same = before is not None and before.flow.graph_revision == flow.graph_revision
+    flows = backend.flows
+    members = await read_every(
+        lambda cursor: flows.list_members(flow_id, cursor=cursor, limit=_PAGE)
+    )
+    edges = (
+        before.edges
+        if before is not None and same
+        else await read_every(lambda cursor: flows.list_edges(flow_id, cursor=cursor, limit=_PAGE))
+    )
+    return FlowDetail(flow=flow, nodes=members, edges=edges, now_ms=now)
+
+
+class Upstream(msgspec.Struct, frozen=True, kw_only=True):
+    """An execution that a member waits for, or waited for."""
+
+    execution_id: ExecutionId
+    node: str | None
+    execution_kind: str
+    public_state: PublicState | None
+    """None if the execution was deleted."""
+    dependency_kind: DependencyKind
+    edge_state: str
+    input_name: str | None
+
+    @property
+    def name(self) -> str:
+        """Its key in the graph, or its task and the start of its id."""
+        return member_name(self.node, self.execution_kind, self.execution_id)
+
+
+def member_name(node: str | None, task: str, execution_id: ExecutionId) -> str:
+    """What people call a member: its key, or its task and the start of its id."""
+    return node or f"{task} {execution_id.uuid[:8]}".lstrip()
+
+
+class Membership(msgspec.Struct, frozen=True, kw_only=True):
+    """The flow of an execution, and the executions before it."""
+
+    flow_id: str
+    flow_kind: str
+    derived_state: FlowState
+    held: bool
+    cancelled_at: int | None
+    node: str | None
+    upstreams: list[Upstream]
+    """At most 20: first those that can no longer satisfy it, then those that have not ended."""
+    upstream_count: int
+    open_count: int
+
+
+async def read_membership(backend: Backend, info: ExecutionInfo) -> Membership | None:
+    """The flow of an execution; None if it has none, or if the flow was deleted."""
+    if info.flow_id is None:
+        return None
+    flow, edges = await asyncio.gather(
+        backend.flows.describe_flow(info.flow_id, edge_groups=False),
+        backend.flows.list_incoming_edges(info.execution_id),
+    )
+    if flow is None:
+        return None
+    edges.sort(key=lambda edge: _EDGE_ORDER.index(edge.edge_state))
+    return Membership(
+        flow_id=flow.flow_id,
+        flow_kind=flow.flow_kind,
+        derived_state=flow.derived_state,
+        held=flow.held,
+        cancelled_at=flow.cancelled_at,
+        node=info.node,
+        upstreams=list(
+            await asyncio.gather(*(_upstream(backend, edge) for edge in edges[:_UPSTREAMS]))
+        ),
+        upstream_count=len(edges),
+        open_count=sum(edge.edge_state == "pending" for edge in edges),
+    )
+
+
+async def _upstream(backend: Backend, edge: EdgeSnapshot) -> Upstream:
+    try:
+        info = await backend.reads.read_execution_info(edge.upstream_execution_id)
+    except NotFoundError:
+        info = None
+    return Upstream(
+        execution_id=edge.upstream_execution_id,
+        node=None if info is None else info.node,
+        execution_kind="" if info is None else info.execution_kind,
+        public_state=None if info is None else info.public_state,
+        dependency_kind=edge.dependency_kind,
+        edge_state=edge.edge_state,
+        input_name=edge.input_name,
+    )
