@@ -297,6 +297,117 @@ async def test_a_damaged_member_hides_no_other(engine: Engine) -> None:
     assert await flow.state("c") is WAITING
 
 
+# --- edge_cancel_dispatcher, edge_cancel_reconciler --------------------------------
+
+
+RACE = " ".join(f"r{n}>join" for n in range(20))
+FIRST_WINS = {"join": AnyOf("cancel_remaining")}
+
+
+async def group_names(flow: TestFlow) -> list[bytes]:
+    key = keys.index(flow.tag, "pending_cancel_groups")
+    return await flow.backend.transport.call("SMEMBERS", key)
+
+
+@pytest.mark.usefixtures("one_unit")
+async def test_the_dispatcher_cancels_what_the_deciding_call_left(engine: Engine) -> None:
+    flow = await submitted(engine, RACE, FIRST_WINS)
+    await flow.end("r0")
+    assert await flow.state("join") is WAITING
+    assert "cancelled" not in await flow.recount()
+    foreign = idle(engine, accept=ScannerFilter(namespace="acme"))
+    assert await foreign.scan_once("edge_cancel_dispatcher") == ScanResult()
+    assert await idle(engine).scan_once("edge_cancel_dispatcher") == ScanResult(processed=1)
+    assert await flow.recount() == {"completed": 1, "waiting": 1, "cancelled": 19}
+    core = await engine.backend.reads.read_exec_core_fields(
+        flow.nodes["r7"], ("cancellation_reason",)
+    )
+    assert core == {"cancellation_reason": "sibling_quorum_satisfied"}
+    assert await group_names(flow) == []
+    assert await idle(engine).scan_once("edge_cancel_dispatcher") == ScanResult()
+
+
+@pytest.mark.usefixtures("one_unit")
+async def test_the_reconciler_cancels_nothing_and_forgets_what_is_done(engine: Engine) -> None:
+    flow = await submitted(engine, RACE, FIRST_WINS)
+    await flow.end("r0")
+    before = await engine.digest()
+    assert await idle(engine).scan_once("edge_cancel_reconciler") == ScanResult()
+    assert await engine.digest() == before
+    for n in range(1, 20):
+        await flow.end(f"r{n}", "cancelled")
+    assert await idle(engine).scan_once("edge_cancel_reconciler") == ScanResult(processed=1)
+    assert await group_names(flow) == []
+
+
+@pytest.mark.corrupts
+@pytest.mark.usefixtures("one_unit")
+@pytest.mark.parametrize("scanner", ["edge_cancel_dispatcher", "edge_cancel_reconciler"])
+async def test_malformed_groups_are_removed_and_hide_nothing(
+    engine: Engine, caplog: pytest.LogCaptureFixture, scanner: str
+) -> None:
+    flow = await submitted(engine, RACE, FIRST_WINS)
+    await flow.end("r0")
+    elsewhere = next(f for f in iter(new_uuid, "") if TestFlow.tag_of(engine, f) != flow.tag)
+    bad = ["", "x", "a|b", f"{flow.flow_id}|", f"|{new_uuid()}", f"{elsewhere}|{new_uuid()}"]
+    key = keys.index(flow.tag, "pending_cancel_groups")
+    await engine.backend.transport.call("SADD", key, b"\xff|\xfe", *bad)
+    found = await idle(engine).scan_once(scanner)
+    assert found.errors == 7
+    assert len(told(caplog, "member_malformed")) == 1
+    assert len(await group_names(flow)) == (scanner == "edge_cancel_reconciler")
+
+
+# --- flow_projector ----------------------------------------------------------------
+
+
+async def test_drift_of_counters_is_repaired_and_told(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    flow = await submitted(engine, "a>b>c")
+    await flow.end("a")
+    before = await engine.digest()
+    supervisor = idle(engine)
+    assert await supervisor.scan_once("flow_projector") == ScanResult()
+    assert await engine.digest() == before
+    key = keys.flow(flow.tag, flow.flow_id)
+    await engine.backend.transport.call("HSET", key, "members_waiting", "7", "live", "0")
+    assert await supervisor.scan_once("flow_projector") == ScanResult(processed=1)
+    assert (await flow.snapshot()).members == await flow.recount()
+    (record,) = told(caplog, "flow_repaired")
+    assert record["flow_id"] == flow.flow_id
+    assert "members_waiting 7>1" in record["drift"]
+    assert await supervisor.scan_once("flow_projector") == ScanResult()
+
+
+async def test_flows_are_deleted_after_their_retention(engine: Engine) -> None:
+    flow, kept = await submitted(engine, "a>b"), await submitted(engine, "a>b")
+    for key in ("a", "b"):
+        await flow.end(key)
+    await engine.advance(86_400_001)
+    supervisor = idle(engine)
+    assert await supervisor.scan_once("flow_projector") == ScanResult()
+    await supervisor.scan_once("retention_trimmer")
+    assert await supervisor.scan_once("flow_projector") == ScanResult(processed=1)
+    assert await engine.backend.flows.describe_flow(flow.flow_id) is None
+    assert await engine.backend.flows.describe_flow(kept.flow_id) is not None
+
+
+async def test_the_projector_comes_round_to_every_flow(engine: Engine) -> None:
+    flows = [await submitted(engine, "a") for _ in range(130)]
+    for flow in flows:
+        key = keys.flow(flow.tag, flow.flow_id)
+        await engine.backend.transport.call("HSET", key, "members_waiting", "2")
+    runner = idle(engine)._runners["flow_projector"]
+    # Repairs do not count against what a cycle may look at.
+    assert (await runner.cycle()).processed == 130
+    last = max(flows, key=lambda flow: (flow.tag, flow.flow_id))
+    await engine.backend.transport.call(
+        "HSET", keys.flow(last.tag, last.flow_id), "members_waiting", "2"
+    )
+    assert [(await runner.cycle()).processed for _ in range(2)] == [0, 1]
+
+
 # --- all of them -------------------------------------------------------------------
 
 
@@ -305,6 +416,6 @@ async def test_idle_scanners_of_flows_change_nothing(engine: Engine) -> None:
     await flow.end("a")
     before = await engine.digest()
     supervisor = idle(engine)
-    for name in ("cascade_drain", "cancel_reconciler", "dependency_reconciler"):
+    for name in supervisor.status():
         assert await supervisor.scan_once(name) == ScanResult()
     assert await engine.digest() == before

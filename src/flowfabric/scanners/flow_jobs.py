@@ -1,13 +1,14 @@
 """The scanners of flows: they finish what calls left to do, and audit what calls did."""
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from flowfabric.core.errors import EngineError
-from flowfabric.core.ids import PartitionKey, is_uuid
+from flowfabric.core.ids import ExecutionId, PartitionKey, is_uuid
 from flowfabric.core.text import shown
 from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.flows import tag_of
 from flowfabric.engine.api.upkeep import DependencyAudit, Index
 from flowfabric.scanners.base import Cycle, report
 from flowfabric.scanners.jobs import DueScanner
@@ -19,6 +20,9 @@ _CASCADE_QUEUES = (
 _PARKED = "cascade_poison"
 _BLOCKED = "blocked:dependencies"
 _PAGE = 50
+_FLOWS_PAGE = 100
+_PROJECTED_PER_CYCLE = 100
+_CHANGED = frozenset({"repaired", "deleted", "orphan_removed"})
 _INDEXES_AT_ONCE = 64
 _AUDITED_PER_CYCLE = 2000
 _MEMBERS_ASKED = 100
@@ -98,6 +102,116 @@ class CascadeDrain(QueueScanner):
             fields = {"item": unit, "partition": tag, "error": parked[unit]}
             report(logging.ERROR, self.name, "cascade_parked", message, **fields)
         self._reported[tag] = set(parked)
+
+
+class SiblingScanner(QueueScanner):
+    """Handles joins that are decided and may still have siblings to cancel, some at a time."""
+
+    def __init__(self, name: str, handle: Callable[[str, ExecutionId], Awaitable[bool]]) -> None:
+        super().__init__(name, ("pending_cancel_groups",), self._visit)
+        self._handle = handle
+
+    async def _visit(self, cycle: Cycle, tag: str) -> None:
+        upkeep, handled = cycle.backend.upkeep, -1
+        while handled and not cycle.out_of_time():
+            names = await upkeep.sibling_groups(tag, _PAGE)
+            known = {child: flow_id for flow_id, child in self._parsed(cycle, tag, names)}
+            if malformed := set(names) - {f"{f}|{child.uuid}" for child, f in known.items()}:
+                cycle.errors += await upkeep.forget_sibling_groups(tag, sorted(malformed))
+                message = f"removed malformed members of pending_cancel_groups: {len(malformed)}"
+                report(logging.WARNING, self.name, "member_malformed", message, partition=tag)
+            accepted = set(await cycle.where.accepted(cycle.backend, list(known)))
+            handled = 0
+            for child, flow_id in known.items():
+                if child in accepted:
+                    with cycle.surviving("could not cancel siblings", execution_id=child):
+                        handled += await self._handle(flow_id, child)
+            cycle.processed += handled
+            cycle.progress()
+
+    @staticmethod
+    def _parsed(cycle: Cycle, tag: str, names: Sequence[str]) -> Generator[tuple[str, ExecutionId]]:
+        for name in names:
+            flow_id, _, uuid = name.partition("|")
+            # A flow of another partition is as malformed as a name that is no uuid.
+            if is_uuid(uuid) and is_uuid(flow_id) and tag_of(flow_id, cycle.backend.counts) == tag:
+                yield flow_id, ExecutionId.parse(f"{tag}:{uuid}")
+
+
+def sibling_scanners(backend: Backend) -> list[QueueScanner]:
+    """One cancels, the other only forgets: they never disagree."""
+    flows = backend.flows
+
+    async def dispatch(flow_id: str, child: ExecutionId) -> bool:
+        while (answer := await flows.drain_sibling_cancel_group(flow_id, child)) == "pending":
+            pass
+        return answer != "already_drained"
+
+    async def reconcile(flow_id: str, child: ExecutionId) -> bool:
+        return await flows.reconcile_sibling_cancel_group(flow_id, child) != "no_op"
+
+    return [
+        SiblingScanner("edge_cancel_dispatcher", dispatch),
+        SiblingScanner("edge_cancel_reconciler", reconcile),
+    ]
+
+
+class FlowProjector:
+    """Compares the counters of flows with their members, some in each cycle, and repairs them.
+
+    The same call deletes flows whose retention is over, and submissions that were given up.
+    """
+
+    name = "flow_projector"
+
+    def __init__(self) -> None:
+        self.repaired = 0
+        self._next = ("", "")
+        """The partition and the flow after which the next cycle continues."""
+
+    async def scan(self, cycle: Cycle) -> None:
+        first, after = ("", "") if cycle.thorough else self._next
+        tags = sorted(cycle.territory, key=lambda tag: (tag < first, tag))
+        budget, self._next = _PROJECTED_PER_CYCLE, ("", "")
+        for start in range(0, len(tags), _INDEXES_AT_ONCE):
+            some = tags[start : start + _INDEXES_AT_ONCE]
+            if not await cycle.backend.upkeep.any_exists([Index(t, "flow_index") for t in some]):
+                continue
+            for tag in some:
+                with cycle.surviving("could not read the flows", partition=tag):
+                    budget = await self._walk(cycle, tag, after if tag == first else "", budget)
+                if self._next[0]:
+                    return
+
+    async def _walk(self, cycle: Cycle, tag: str, after: str, budget: int) -> int:
+        """Audit the flows of a partition; returns how many more this cycle may find in order."""
+        partition = PartitionKey.trusted(tag).index_number
+        while True:
+            page = await cycle.backend.flows.flow_ids(partition, after, _FLOWS_PAGE)
+            for flow_id in page:
+                if cycle.out_of_time() or (budget <= 0 and not cycle.thorough):
+                    self._next = (tag, after)
+                    return budget
+                with cycle.surviving("could not audit", flow_id=shown(flow_id), partition=tag):
+                    budget -= not await self._audit(cycle, tag, flow_id)
+                cycle.progress()
+                after = flow_id
+            if len(page) < _FLOWS_PAGE:
+                return budget
+
+    async def _audit(self, cycle: Cycle, tag: str, flow_id: str) -> bool:
+        """Whether the audit changed anything."""
+        audit = await cycle.backend.flows.project_flow_summary(flow_id)
+        if audit.outcome not in _CHANGED:
+            return False
+        cycle.processed += 1
+        if audit.outcome != "deleted":
+            self.repaired += 1
+            found = ", ".join(audit.drift) or "it does not exist"
+            message = f"repaired flow {flow_id}: {found}"
+            fields = {"flow_id": flow_id, "partition": tag, "drift": found}
+            report(logging.WARNING, self.name, "flow_repaired", message, **fields)
+        return True
 
 
 class CancelReconciler(DueScanner):

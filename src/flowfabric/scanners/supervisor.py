@@ -238,10 +238,11 @@ class ScannerSupervisor:
             jobs.DoorbellScanner(),
             flow_jobs.CascadeDrain(),
             flow_jobs.CancelReconciler(backend),
+            *flow_jobs.sibling_scanners(backend),
         ]
         watched = [scanner for scanner in watched if scanner.name not in settings.disabled]
         trimmer = jobs.RetentionTrimmer(backend, settings.events_retention_ms)
-        audits = [IndexReconciler(), flow_jobs.DependencyReconciler()]
+        audits = [IndexReconciler(), flow_jobs.DependencyReconciler(), flow_jobs.FlowProjector()]
         scanners: list[Scanner] = [*watched, *audits, trimmer, jobs.WorkerSweeper()]
         self.hints = DueHints(backend)
         """Tell it the delays this process sets; they then end at their exact time."""

@@ -240,6 +240,18 @@ class ValkeyUpkeep(api.Upkeep):
         flat = await self._calls.read(key, "HGETALL", key)
         return {shown(lossless(unit)): shown(lossless(why)) for unit, why in flat.items()}
 
+    async def sibling_groups(self, tag: str, limit: int) -> list[str]:
+        key = keys.index(self._calls.checked_tag(tag), "pending_cancel_groups")
+        found = await self._calls.read(key, "SRANDMEMBER", key, limit)
+        return [lossless(name) for name in found]
+
+    async def forget_sibling_groups(self, tag: str, names: Iterable[str]) -> int:
+        key = keys.index(self._calls.checked_tag(tag), "pending_cancel_groups")
+        removed: Any = await self._calls.transport.call(
+            "SREM", key, *as_stored(names), key=key, replay_safe=True
+        )
+        return int(removed)
+
     async def survey_indexes(self, requests: Sequence[api.SurveyRequest]) -> list[api.Survey]:
         parts = [part for request in requests for part in _survey_parts(request)]
         found: dict[str, list[api.Survey]] = {request.tag: [] for request in requests}

@@ -5,6 +5,7 @@
 
 local PAGE = 64
 local MAX_FAILURES = 5
+local MAX_SEEN = 1000
 
 function cascade.room(c)
   c.units = c.units or SETTINGS.cascade_units
@@ -97,28 +98,37 @@ local function cancel_sibling(c, flow_id, child, up_id, reason, spares)
   add(c, 'cancelled')
 end
 
+-- Whether an upstream can still be cancelled, for little; a record that cannot be read is no answer.
+local function may_live(c, up_id)
+  local ok, state = try(server.call, 'HGET', K.core(c.tag, up_id), 'state')
+  return not ok or (state and not (S.is_code(state) and S.is_terminal(state)))
+end
+
 -- Cancels upstreams that a decided join no longer needs; true if all are handled. The scan goes on
--- where an earlier call stopped.
+-- where an earlier call stopped: when it had no room, or had seen many edges.
 function cascade.cancel_siblings(c, id, rec)
-  local join, flow_id = edges.join(rec), rec.flow_id
+  local join, flow_id, seen = edges.join(rec), rec.flow_id, 0
   local key, cursor = K.into(c.tag, flow_id, id), rec.sibling_scan or '0'
   -- Edges that came after the decision do not belong to it.
   local reason, last = string.match(rec.siblings, '^(%S+) (%d+)$')
+  local function stop()
+    if cursor ~= '0' then record.set(c, id, rec, 'sibling_scan', cursor) end
+    return false
+  end
   repeat
     local page = server.call('HSCAN', key, cursor, 'COUNT', PAGE)
     for i = 1, #page[2], 2 do
       local e = edges.parse(id, page[2][i + 1])
-      if e.state == 'u' and e.number <= tonumber(last) then
-        if cascade.room(c) <= 0 then
-          if cursor ~= '0' then record.set(c, id, rec, 'sibling_scan', cursor) end
-          return false
-        end
-        local up_id = edges.id_of(c, e.upstream)
+      local up_id = edges.id_of(c, e.upstream)
+      -- Those that ended take no room, or a call with little of it would never get past them.
+      if e.state == 'u' and e.number <= tonumber(last) and may_live(c, up_id) then
+        if cascade.room(c) <= 0 then return stop() end
         cascade.unit(c, table.concat({ 's', flow_id, edges.uuid_of(id), e.upstream }, '|'),
           function() cancel_sibling(c, flow_id, id, up_id, reason, join.spares) end)
       end
     end
-    cursor = page[1]
+    cursor, seen = page[1], seen + #page[2] / 2
+    if cursor ~= '0' and seen >= MAX_SEEN then return stop() end
   until cursor == '0'
   record.clear(c, id, rec, 'sibling_scan', 'siblings')
   return true
