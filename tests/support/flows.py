@@ -42,6 +42,10 @@ class TestFlow:
     def backend(self) -> Any:
         return self.engine.backend
 
+    def new_member_id(self) -> ExecutionId:
+        """The id of an execution that may join the flow."""
+        return ExecutionId.parse(f"{self.tag}:{new_uuid()}")
+
     async def claim(self) -> list[str]:
         """Claim everything that can run; returns the keys."""
         got = await self.backend.claims.claim_many(self.engine.want(), self.tag, 100)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any, cast
-
-import msgspec
 
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.leases import Granted
@@ -20,23 +18,13 @@ from flowfabric.engine.valkey.places import ValkeyPlaces
 from tests.support.engine import LANE, TTL, Engine
 from tests.support.executions import POLICY
 from tests.support.suspension import SECRET
-
-Setup = Callable[[Engine], Awaitable[Any]]
-Call = Callable[[ValkeyBackend, Any], Awaitable[Any]]
+from tests.valkey.lost_reply_case import Case, no_answer, nothing
+from tests.valkey.lost_reply_flows import FLOW_CASES
 
 WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1"}
 OTHER: dict[str, Any] = {"worker_id": "v", "worker_instance_id": "v-1"}
 EPOCH = 1_900_000_000_000
 DUE = EPOCH + 5000
-
-
-class Case(msgspec.Struct):
-    """What to set up, the call whose reply is lost, and the function that serves it."""
-
-    function: str
-    setup: Setup
-    call: Call
-    answer: Callable[[Any], Any] = lambda outcome: outcome
 
 
 def fixed(n: int) -> ExecutionId:
@@ -57,10 +45,6 @@ async def unused_lane(engine: Engine) -> None:
 
 async def led(engine: Engine) -> None:
     assert await engine.backend.leadership.acquire("", "a:1:x", 60_000)
-
-
-async def nothing(_: Engine) -> None:
-    return None
 
 
 async def waiting(engine: Engine, n: int = 1) -> ExecutionId:
@@ -191,10 +175,6 @@ def claim(backend: ValkeyBackend, _: Any) -> Awaitable[Any]:
 def only_ids(outcomes: Any) -> Any:
     """A repeated create finds its own execution, and says so."""
     return [outcome.execution_id for outcome in outcomes]
-
-
-def no_answer(_: Any) -> None:
-    """Scanners only count; what a repeat counts is not kept."""
 
 
 CASES: dict[str, Case] = {
@@ -490,4 +470,5 @@ CASES: dict[str, Case] = {
         lambda backend, _: backend.workers.mark_worker_dead("w-1"),
         no_answer,
     ),
+    **FLOW_CASES,
 }

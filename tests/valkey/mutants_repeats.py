@@ -33,7 +33,7 @@ RECORD = "lib/50_record.lua"
 REPLY = "lib/55_reply.lua"
 OPERATOR = "lib/82_operator.lua"
 ENDING = "lib/85_ending.lua"
-REPLAY = "functions/ff_replay.lua"
+REPLAYING = "lib/95_replaying.lua"
 
 
 async def repeats_a_revocation(engine: Engine) -> None:
@@ -147,9 +147,9 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     ),
     (
         "a new run forgets that",
-        REPLAY,
-        ",\n    'between_attempts')",
-        ")",
+        REPLAYING,
+        "    'between_attempts', 'cascaded'",
+        "    'cascaded'",
         ended_between_attempts,
     ),
     (

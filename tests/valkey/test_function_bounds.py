@@ -22,14 +22,19 @@ from tests.support.engine import LANE, Engine
 from tests.support.server_time import LONGEST_US, assert_short, command, copy, times, uuids
 from tests.support.suspension import Waits
 
-_FILES = ("test_bounds.py", "test_function_bounds.py", "test_page_bounds.py")
+_FILES = ("test_bounds.py", "test_function_bounds.py", "test_page_bounds.py", "test_flow_bounds.py")
 MB = 1_048_576
 TAGS = {f"app.t{n}": "x" * 4096 for n in range(128)}
 CAPABILITIES = [f"capability-{n}" for n in range(256)]
 
 ONE_RECORD = "reads and writes a fixed number of fields of one record"
 CONSTANT = {
+    "ff_ack_cancel": ONE_RECORD,
+    "ff_add_to_flow": ONE_RECORD,
     "ff_change_priority": ONE_RECORD,
+    "ff_create_flow": ONE_RECORD,
+    "ff_promote_blocked": ONE_RECORD,
+    "ff_set_join": ONE_RECORD,
     "ff_close_waitpoint": ONE_RECORD,
     "ff_create_waitpoint": ONE_RECORD,
     "ff_delay": ONE_RECORD,

@@ -13,7 +13,8 @@ from flowfabric.valkey.address import parse_url
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
 from tests.support.server import TestServer
-from tests.valkey.lost_reply_cases import CASES, EPOCH, Case
+from tests.valkey.lost_reply_case import Case
+from tests.valkey.lost_reply_cases import CASES, EPOCH
 
 # Minted ids, also as the prefix a claim derives its own from; the fixed ones stay.
 _MINTED = re.compile(
@@ -74,6 +75,8 @@ ELSEWHERE = {
     *("ff_signal", "ff_suspend"),
     # It only notes that somebody follows.
     "ff_stream_read",
+    # Nobody repeats these: a scanner looks again.
+    *("ff_promote_blocked", "ff_resolve_edge"),
 }
 
 

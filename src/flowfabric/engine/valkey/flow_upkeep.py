@@ -80,6 +80,7 @@ class FlowUpkeep(FlowEnds):
             *(execution_id, "ff_promote_blocked", ()),
             lambda reply: PUBLIC[reply[2]],
             op="promote_blocked_to_eligible",
+            replay_safe=False,
         )
 
     async def resolve_dependency(
@@ -88,7 +89,9 @@ class FlowUpkeep(FlowEnds):
         outcome = check.one_of(upstream_outcome, "upstream_outcome", tuple(_OUTCOMES))
         args = (flow_id, validate_uuid(edge_id, "edge_id"), _OUTCOMES[outcome])
         tag = self._tag(flow_id)
-        reply = await self._calls.fcall("ff_resolve_edge", tag, args, op="resolve_dependency")
+        reply = await self._calls.fcall(
+            "ff_resolve_edge", tag, args, op="resolve_dependency", replay_safe=False
+        )
         self._drains.note(tag, reply[4:])
         verdict, more = text(reply[2]), reply[3] == 1
         return flows.DependencyResolved(

@@ -31,7 +31,7 @@ from flowfabric.engine.valkey.flow_upkeep import FlowUpkeep
 
 # What one call writes, so that the server does nothing else for a few milliseconds only.
 _NODES_AT_ONCE = 100
-_EDGES_AT_ONCE = 300
+_EDGES_AT_ONCE = 200
 _BYTES_AT_ONCE = 2_097_152
 _digest = msgspec.msgpack.Encoder().encode
 _pack = msgspec.msgpack.Encoder().encode

@@ -11,9 +11,8 @@ register('ff_replay_flow', function(keys, args)
   local c, flow_id, all, request = Context.open(keys[1], true), args[1], args[2] == 'all', args[3]
   return reply.guarded(function()
     local f = flow.live(c, flow_id)
-    local before = string.match(f.replayed or '', '^' .. request .. ' (.+)$')
-    if before then
-      local done, reopened, more = string.match(before, '(%d+) (%d+) (%d)')
+    if f.replayed and string.sub(f.replayed, 1, #request) == request then
+      local done, reopened, more = string.match(f.replayed, ' (%d+) (%d+) (%d)$')
       return reply.ok(tonumber(done), tonumber(reopened), tonumber(more))
     end
     local done, reopened, left = replaying.flow(c, flow_id, '0', all)

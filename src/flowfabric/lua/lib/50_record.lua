@@ -120,6 +120,9 @@ function record.transition(c, id, rec, state, ...)
   end
 end
 
+-- Takes over the state that another part of the call may have given the execution.
+function record.look_again(c, id, rec) rec.state = record.read(c, id).state end
+
 function record.set(c, id, rec, name, value)
   server.call('HSET', K.core(c.tag, id), name, value)
   rec[name] = value

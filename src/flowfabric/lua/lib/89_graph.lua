@@ -29,8 +29,8 @@ function graph.add_member(c, flow_id, f, id, rec)
   c:zadd(K.members(c.tag, flow_id), f.node_count, id)
   flow.count(c, flow_id, nil, rec.state)
   c.upstreams = c.upstreams or {}
-  c.upstreams[id] = { flow_id = flow_id, state = rec.state, rank = tonumber(rec.rank or 0),
-    out = rec.out }
+  c.upstreams[id] = { flow_id = flow_id, rank = tonumber(rec.rank or 0), out = rec.out,
+    state = rec.state }
 end
 
 -- The first error among edges into a new child, by the check order of staging; nil if none. An edge

@@ -197,7 +197,7 @@ local function join_flow(c, f, id, rec, opts)
     if S.is_terminal(up.state) then ended[#ended + 1] = each end
   end
   for _, each in ipairs(ended) do graph.resolve_ended(c, flow_id, each[1], id, each[2]) end
-  if #ended > 0 then rec.state = record.read(c, id).state end
+  if #ended > 0 then record.look_again(c, id, rec) end
 end
 
 -- The digest of the policy; ends the call if the lane or the policy is refused.

@@ -132,7 +132,7 @@ function replaying.run_again(c, id, rec, how, upstream)
     return
   end
   for _, each in ipairs(opened) do graph.resolve_ended(c, rec.flow_id, each[1], id, each[2]) end
-  rec.state = record.read(c, id).state
+  record.look_again(c, id, rec)
 end
 
 local HOW = { reason = 'upstream replayed', requested_by = '' }

@@ -1,0 +1,207 @@
+"""Calls about flows, to be made with and without their reply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flowfabric.core.contracts.executions import NewExecution
+from flowfabric.core.contracts.flows import AnyOf, FlowGraph, GraphEdge, GraphNode
+from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.valkey import keys
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from tests.support.engine import Engine
+from tests.support.flows import TestFlow, graph
+from tests.valkey.lost_reply_case import Case, no_answer, nothing
+
+FLOW = "00000000-0000-4000-8000-0000000000f1"
+EDGE = "00000000-0000-4000-8000-0000000000e1"
+_NODE = GraphNode(key="new", execution_kind="job")
+Members = dict[str, ExecutionId]
+
+
+def text(names: str, joins: Any = None, **more: Any) -> FlowGraph:
+    made = graph(names, joins, FLOW)
+    return FlowGraph(flow_id=FLOW, flow_kind="test", nodes=made.nodes, edges=made.edges, **more)
+
+
+async def made(engine: Engine, names: str = "a>b", joins: Any = None, **more: Any) -> TestFlow:
+    outcome: Any = await engine.backend.flows.submit_flow(text(names, joins, **more))
+    return TestFlow(engine, outcome)
+
+
+async def a_flow(engine: Engine) -> Members:
+    return (await made(engine)).nodes
+
+
+async def a_held_flow(engine: Engine) -> Members:
+    return (await made(engine, hold=True)).nodes
+
+
+async def apart(engine: Engine) -> Members:
+    return (await made(engine, "a b")).nodes
+
+
+async def staged(engine: Engine) -> Members:
+    nodes = await apart(engine)
+    await stage(engine.backend, nodes)
+    return nodes
+
+
+async def an_ended_flow(engine: Engine) -> Members:
+    flow = await made(engine)
+    await flow.end("a", "failed")
+    return flow.nodes
+
+
+async def a_loner(engine: Engine) -> ExecutionId:
+    await engine.backend.flows.create_flow(FLOW, "dag")
+    alone = ExecutionId.parse(
+        f"{TestFlow.tag_of(engine, FLOW)}:00000000-0000-4000-8000-000000000001"
+    )
+    await engine.backend.executions.create_execution(
+        NewExecution(execution_id=alone, execution_kind="job")
+    )
+    return alone
+
+
+async def running_member(engine: Engine) -> Any:
+    flow = await made(engine)
+    await flow.claim()
+    return flow.claims["a"].handle
+
+
+async def left_over(engine: Engine) -> Members:
+    """A cascade and a cancellation of siblings that one call could not finish."""
+    flow = await made(engine, "a>c b>c a>d", {"c": AnyOf("cancel_remaining")})
+    await engine.backend.calls.fcall("ff_test_units", "{fp:0}", (1,), op="test")
+    # Without the client's own drain.
+    await engine.backend.drains.aclose()
+    await flow.claim()
+    await flow.end("a")
+    await engine.backend.calls.fcall("ff_test_units", "{fp:0}", (128,), op="test")
+    return flow.nodes
+
+
+async def half_cancelled(engine: Engine) -> Members:
+    flow = await made(engine, "a b c")
+    await engine.backend.calls.fcall("ff_test_units", "{fp:0}", (1,), op="test")
+    await engine.backend.drains.aclose()
+    await engine.backend.flows.cancel_flow(FLOW, "x")
+    await engine.backend.calls.fcall("ff_test_units", "{fp:0}", (128,), op="test")
+    return flow.nodes
+
+
+async def drifted(engine: Engine) -> Members:
+    nodes = await a_flow(engine)
+    key = keys.flow(nodes["a"].tag, FLOW)
+    await engine.backend.transport.call("HSET", key, "members_waiting", 7)
+    return nodes
+
+
+async def unindexed(engine: Engine) -> None:
+    index = keys.index(TestFlow.tag_of(engine, FLOW), "flow_index")
+    await engine.backend.transport.call("ZADD", index, 0, FLOW)
+    await a_flow(engine)
+    await engine.backend.transport.call("DEL", keys.flow(TestFlow.tag_of(engine, FLOW), FLOW))
+
+
+def stage(backend: ValkeyBackend, nodes: Members) -> Any:
+    return backend.flows.stage_dependency_edge(FLOW, nodes["a"], nodes["b"], edge_id=EDGE)
+
+
+def ids_of(outcome: Any) -> Any:
+    """A repeat says that it found all there; the ids are the same."""
+    return outcome.nodes
+
+
+FLOW_CASES: dict[str, Case] = {
+    "flow_create": Case(
+        "ff_create_flow",
+        nothing,
+        lambda b, _: b.flows.create_flow(FLOW, "dag"),
+        lambda outcome: outcome.flow_id,
+    ),
+    "flow_submit": Case(
+        "ff_submit_flow", nothing, lambda b, _: b.flows.submit_flow(text("a>b a>c")), ids_of
+    ),
+    "flow_extend": Case(
+        "ff_extend_flow",
+        a_flow,
+        lambda b, _: b.flows.extend_flow(FLOW, [_NODE], [GraphEdge(frm="new", to="b")]),
+        ids_of,
+    ),
+    "flow_spawn": Case(
+        "ff_spawn", running_member, lambda b, h: b.flows.spawn_children(h, [_NODE]), ids_of
+    ),
+    "flow_spawn_and_wait": Case(
+        "ff_spawn", running_member, lambda b, h: b.flows.spawn_children(h, [_NODE], wait=True)
+    ),
+    "flow_release": Case(
+        "ff_release_flow", a_held_flow, lambda b, _: b.flows.release_flow(FLOW), no_answer
+    ),
+    "flow_add": Case(
+        "ff_add_to_flow",
+        a_loner,
+        lambda b, eid: b.flows.add_execution_to_flow(FLOW, eid),
+        lambda outcome: outcome.execution_id,
+    ),
+    "flow_stage": Case("ff_stage_edge", apart, stage, lambda outcome: outcome.edge_id),
+    "flow_depend": Case(
+        "ff_stage_edge",
+        apart,
+        lambda b, n: b.flows.add_dependency(FLOW, n["a"], n["b"], edge_id=EDGE),
+        no_answer,
+    ),
+    "flow_apply": Case(
+        "ff_apply_edge",
+        staged,
+        lambda b, _: b.flows.apply_dependency_to_child(FLOW, EDGE),
+        no_answer,
+    ),
+    "flow_join": Case(
+        "ff_set_join",
+        apart,
+        lambda b, n: b.flows.set_edge_group_policy(FLOW, n["b"], AnyOf("let_run")),
+        no_answer,
+    ),
+    "flow_tags": Case(
+        "ff_set_flow_tags", a_flow, lambda b, _: b.flows.set_flow_tag(FLOW, "a.b", "c")
+    ),
+    "flow_cancel": Case("ff_cancel_flow", a_flow, lambda b, _: b.flows.cancel_flow(FLOW, "x")),
+    "flow_cancel_drain": Case(
+        "ff_drain_flow_cancel",
+        half_cancelled,
+        lambda b, _: b.flows.drain_flow_cancel(FLOW),
+        no_answer,
+    ),
+    "flow_cancel_ack": Case(
+        "ff_ack_cancel", half_cancelled, lambda b, n: b.flows.ack_cancel_member(FLOW, n["a"])
+    ),
+    "flow_drain": Case(
+        "ff_drain_cascade",
+        left_over,
+        lambda b, n: b.flows.drain_cascade(n["a"].partition),
+        no_answer,
+    ),
+    "flow_siblings": Case(
+        "ff_sibling_group",
+        left_over,
+        lambda b, n: b.flows.drain_sibling_cancel_group(FLOW, n["c"]),
+        no_answer,
+    ),
+    "flow_resolve": Case(
+        "ff_cascade_ended",
+        left_over,
+        lambda b, n: b.flows.cascade_completion(n["a"]),
+        no_answer,
+    ),
+    "flow_replay": Case("ff_replay_flow", an_ended_flow, lambda b, _: b.flows.replay_flow(FLOW)),
+    "flow_delete": Case("ff_delete_flow", an_ended_flow, lambda b, _: b.flows.delete_flow(FLOW)),
+    "flow_audit": Case(
+        "ff_audit_flow",
+        drifted,
+        lambda b, _: b.flows.project_flow_summary(FLOW),
+        no_answer,
+    ),
+    "flow_list": Case("ff_list_flows", a_flow, lambda b, _: b.flows.list_flows()),
+}
