@@ -126,7 +126,7 @@ def ids(flow: TestFlow, *keys: str) -> tuple[ExecutionId, ...]:
 
 async def without_followups(engine: Engine) -> None:
     """As if each caller died after its call: nothing goes on in the background."""
-    await engine.backend._drains.aclose()  # pyright: ignore[reportPrivateUsage]
+    await engine.backend.drains.aclose()
 
 
 async def set_units(engine: Engine, units: int = 128) -> None:

@@ -10,7 +10,7 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from tests.support.engine import Engine
-from tests.support.flows import TestFlow, graph
+from tests.support.flows import TestFlow, graph, set_units, without_followups
 from tests.valkey.lost_reply_case import Case, no_answer, nothing
 
 FLOW = "00000000-0000-4000-8000-0000000000f1"
@@ -73,21 +73,21 @@ async def running_member(engine: Engine) -> Any:
 async def left_over(engine: Engine) -> Members:
     """A cascade and a cancellation of siblings that one call could not finish."""
     flow = await made(engine, "a>c b>c a>d", {"c": AnyOf("cancel_remaining")})
-    await engine.backend.calls.fcall("ff_test_units", "{fp:0}", (1,), op="test")
+    await set_units(engine, 1)
     # Without the client's own drain.
-    await engine.backend.drains.aclose()
+    await without_followups(engine)
     await flow.claim()
     await flow.end("a")
-    await engine.backend.calls.fcall("ff_test_units", "{fp:0}", (128,), op="test")
+    await set_units(engine)
     return flow.nodes
 
 
 async def half_cancelled(engine: Engine) -> Members:
     flow = await made(engine, "a b c")
-    await engine.backend.calls.fcall("ff_test_units", "{fp:0}", (1,), op="test")
-    await engine.backend.drains.aclose()
+    await set_units(engine, 1)
+    await without_followups(engine)
     await engine.backend.flows.cancel_flow(FLOW, "x")
-    await engine.backend.calls.fcall("ff_test_units", "{fp:0}", (128,), op="test")
+    await set_units(engine)
     return flow.nodes
 
 

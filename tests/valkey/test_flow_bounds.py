@@ -9,7 +9,7 @@ from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.flows import FlowFilter
 from flowfabric.engine.valkey import keys
 from tests.support.engine import Engine
-from tests.support.flows import TestFlow
+from tests.support.flows import TestFlow, without_followups
 from tests.support.server_time import assert_short, command
 
 PAYLOAD = b"x" * 1000
@@ -98,7 +98,7 @@ async def test_what_an_end_leaves(engine: Engine) -> None:
     async def end_root() -> None:
         nonlocal flow
         flow = await submitted(engine, fan(900))
-        await engine.backend.drains.aclose()
+        await without_followups(engine)
         await flow.end("root", "failed")
 
     async def drain() -> None:
@@ -132,7 +132,7 @@ async def test_siblings_of_a_wide_join(engine: Engine) -> None:
     async def decide() -> None:
         nonlocal flow
         flow = await submitted(engine, fan(900, join=AnyOf("cancel_remaining")))
-        await engine.backend.drains.aclose()
+        await without_followups(engine)
         await flow.end("root")
         while (await flows.drain_cascade(flow.nodes["root"].partition)).pending:
             pass
@@ -153,7 +153,7 @@ async def test_ending_a_wide_flow(engine: Engine) -> None:
     async def submit() -> None:
         nonlocal flow
         flow = await submitted(engine, fan(900))
-        await engine.backend.drains.aclose()
+        await without_followups(engine)
 
     async def cancel() -> None:
         await flows.cancel_flow(flow.flow_id)

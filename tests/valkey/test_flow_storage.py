@@ -22,7 +22,7 @@ from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.address import parse_url
 from tests.support.engine import Engine, refused
-from tests.support.flows import TestFlow, submitted
+from tests.support.flows import TestFlow, set_units, submitted, without_followups
 from tests.support.proxy import FaultProxy
 from tests.support.server import TestServer
 
@@ -36,10 +36,6 @@ def chain(length: int, **last: Any) -> FlowGraph:
         nodes[-1] = GraphNode(key=f"n{length - 1}", execution_kind="job", **last)
     edges = tuple(GraphEdge(frm=f"n{n - 1}", to=f"n{n}") for n in range(1, length))
     return FlowGraph(flow_id=new_uuid(), flow_kind="chain", nodes=tuple(nodes), edges=edges)
-
-
-async def units(engine: Engine, count: int) -> None:
-    await engine.backend.calls.fcall("ff_test_units", "{fp:0}", (count,), op="test")
 
 
 async def flow_keys(engine: Engine, flow_id: str) -> list[str]:
@@ -120,7 +116,7 @@ async def test_a_submission_that_was_given_up_is_deleted_after_an_hour(engine: E
 
 async def test_a_client_continues_what_its_call_left(engine: Engine) -> None:
     flow = await submitted(engine, " ".join(f"a>n{n}" for n in range(30)))
-    await units(engine, 7)
+    await set_units(engine, 7)
     handle = (await engine.backend.claims.claim_many(engine.want(), flow.tag, 1)).claims[0].handle
     outcome = await engine.backend.executions.complete(handle)
     assert outcome.cascade is not None
@@ -133,7 +129,7 @@ async def test_a_client_continues_what_its_call_left(engine: Engine) -> None:
 
 async def test_a_client_cancels_the_members_that_its_call_left(engine: Engine) -> None:
     flow = await submitted(engine, " ".join(f"n{n}" for n in range(30)))
-    await units(engine, 7)
+    await set_units(engine, 7)
     outcome = await engine.backend.flows.cancel_flow(flow.flow_id, "stop")
     assert isinstance(outcome, CancellationScheduled)
     assert len(outcome.member_execution_ids) == 30
@@ -143,9 +139,9 @@ async def test_a_client_cancels_the_members_that_its_call_left(engine: Engine) -
 
 async def test_a_closed_client_leaves_the_rest_to_others(engine: Engine) -> None:
     flow = await submitted(engine, " ".join(f"a>n{n}" for n in range(30)))
-    await units(engine, 7)
+    await set_units(engine, 7)
     await flow.claim()
-    await engine.backend.drains.aclose()
+    await without_followups(engine)
     await flow.end("a")
     assert (await flow.snapshot()).members["waiting_children"] == 23
     partition = flow.nodes["a"].partition
@@ -268,8 +264,8 @@ async def test_a_large_flow_is_replayed_in_steps(engine: Engine) -> None:
     flow = await submitted(engine, " ".join(f"n{n}" for n in range(20)))
     for key in flow.nodes:
         await flow.end(key, "failed")
-    await units(engine, 6)
-    await engine.backend.drains.aclose()
+    await set_units(engine, 6)
+    await without_followups(engine)
     replayed = await engine.backend.flows.replay_flow(flow.flow_id)
     assert (replayed.replayed, replayed.pending) == (6, True)
     partition = flow.nodes["n0"].partition
