@@ -82,6 +82,13 @@ async def left_over(engine: Engine) -> Members:
     return flow.nodes
 
 
+async def lost_marker(engine: Engine) -> Members:
+    """A member whose upstream ended, and nobody told it."""
+    nodes = await left_over(engine)
+    await engine.backend.transport.call("DEL", keys.index(nodes["a"].tag, "cascade_backlog"))
+    return nodes
+
+
 async def half_cancelled(engine: Engine) -> Members:
     flow = await made(engine, "a b c")
     await set_units(engine, 1)
@@ -193,6 +200,12 @@ FLOW_CASES: dict[str, Case] = {
         "ff_cascade_ended",
         left_over,
         lambda b, n: b.flows.cascade_completion(n["a"]),
+        no_answer,
+    ),
+    "flow_audit_dependencies": Case(
+        "ff_audit_deps",
+        lost_marker,
+        lambda b, n: b.upkeep.audit_dependencies(n["a"].tag, [(n["d"], "0")]),
         no_answer,
     ),
     "flow_replay": Case("ff_replay_flow", an_ended_flow, lambda b, _: b.flows.replay_flow(FLOW)),

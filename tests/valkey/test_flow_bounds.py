@@ -124,6 +124,12 @@ async def test_what_an_end_leaves(engine: Engine) -> None:
     await drain()
     await assert_short(engine, "ff_replay_flow", replay)
 
+    async def audit() -> None:
+        members = [(flow.nodes[f"m{n}"], "0") for n in range(50)]
+        await engine.backend.upkeep.audit_dependencies(flow.tag, members)
+
+    await assert_short(engine, "ff_audit_deps", audit)
+
 
 async def test_siblings_of_a_wide_join(engine: Engine) -> None:
     flows = engine.backend.flows
