@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from flowfabric.core.contracts.flows import AnyOf, EdgeApplied, GraphEdge, GraphNode
+import asyncio
+
+import msgspec
+
+from flowfabric.core.contracts.flows import AnyOf, EdgeApplied, GraphEdge, GraphNode, Submitted
 from tests.support.engine import Engine, refused
-from tests.support.flows import submitted
+from tests.support.flows import TestFlow, graph, submitted
 
 
 def node(key: str) -> GraphNode:
@@ -129,3 +133,16 @@ async def test_a_replay_reopens_what_was_skipped(engine: Engine) -> None:
     for key in "abc":
         await flow.end(key)
     assert (await flow.snapshot()).members == {"completed": 4, "active": 1}
+
+
+async def test_every_member_of_a_released_flow_can_run(engine: Engine) -> None:
+    """More than one call lets go; the rest follows at once, without a scanner."""
+    held = msgspec.structs.replace(graph(" ".join(f"m{n}" for n in range(300))), hold=True)
+    outcome = await engine.backend.flows.submit_flow(held)
+    assert isinstance(outcome, Submitted)
+    flow = TestFlow(engine, outcome)
+    assert await flow.claim() == []
+    await engine.backend.flows.release_flow(flow.flow_id)
+    async with asyncio.timeout(20):
+        while len(flow.claims) < 300:
+            await flow.claim()

@@ -334,6 +334,7 @@ function cascade.release_member(c, flow_id, id)
     local rec = record.checked(c, id)
     if not rec or not S.is_held(rec.state) then return false end
     flow.move_on(c, id, rec)
+    add(c, 'promoted')
     return true
   end)
 end
