@@ -139,6 +139,23 @@ def test_resume():
     assert per_s < 1e6
 
 
+def test_chain():
+    keys = ("flows_per_s", "p50_ms", "p99_ms", "flow_server_us")
+    _, p50, p99, _ = figures(run("chain", "--n", "10"), *keys)
+    assert p50 <= p99
+
+
+def test_fanout():
+    keys = ("release_p50_ms", "release_p99_ms", "whole_p50_ms", "whole_p99_ms", "members_per_s")
+    release, _, whole, _, _ = figures(run("fanout", "--n", "1"), *keys)
+    assert release < whole
+
+
+def test_cancel():
+    keys = ("cancelled_per_s", "race_p99_ms_10", "race_p99_ms_100", "race_p99_ms_1000")
+    figures(run("cancel", "--n", "1"), *keys)
+
+
 async def test_stream(monkeypatch: pytest.MonkeyPatch):
     # The scenario sets this for its own process; restore it for the tests that follow.
     monkeypatch.setenv("FF_MAX_CONCURRENT_STREAM_OPS", "64")

@@ -11,6 +11,7 @@ Aof = Literal["no", "everysec", "always"]
 Scenario = Literal[
     "lifecycle", "floor", "latency", "memory", "idle",
     "backlog", "recovery", "resume", "stream", "tokens",
+    "chain", "fanout", "cancel",
 ]
 # fmt: on
 
@@ -39,6 +40,14 @@ stream     n frames of one task and of ten, all stored; a frame until the tail
            of its stream has it, one tail and 100 on 100 streams; calls beside
            100 waiting tails against calls beside one, in turns
 tokens     n forged, cut, altered and misplaced waitpoint tokens are tried
+chain      idle worker process: submit of a flow of ten members, one after the
+           other, until it has finished, n / 10 times; then n flows, submitted
+           and run at the same time: n / time of the whole
+fanout     a member that 1,000 wait for completes, until all of them can run;
+           then the whole flow of 1,002 members in a worker process; n times
+cancel     n flows of 1,002 waiting members: members / time until all are
+           cancelled; one of 10, 100 and 1,000 running siblings completes,
+           until a join that needs only one has cancelled the others
 """
 
 
@@ -48,7 +57,9 @@ def bench(
     n: Annotated[
         int | None,
         typer.Option(
-            "--n", min=1, help="Executions, frames or tokens; each scenario has its own default."
+            "--n",
+            min=1,
+            help="Executions, frames, tokens or flows; each scenario has its own default.",
         ),
     ] = None,
     aof: Annotated[Aof, typer.Option(help="The server's append-only file.")] = "no",

@@ -88,6 +88,16 @@ _MEANING = {
     "lag_ms": ("written → in the tail, one tail", "ms"),
     "lag_ms_100": ("… beside 99 other tails", "ms"),
     "call_slowdown_pct": ("other calls while 100 tails wait", "% slower"),
+    "flows_per_s": ("flows of ten members", "/s"),
+    "chain ms": ("one flow, submitted → finished", "ms"),
+    "flow_server_us": ("server CPU per flow", "µs"),
+    "release_ms": ("completed → 1,000 members can run", "ms"),
+    "whole_ms": ("whole flow, 1 → 1,000 → 1", "ms"),
+    "members_per_s": ("members of that flow", "/s"),
+    "cancelled_per_s": ("members cancelled", "/s"),
+    "race_ms_10": ("completed → 9 siblings cancelled", "ms"),
+    "race_ms_100": ("… 99 siblings", "ms"),
+    "race_ms_1000": ("… 999 siblings", "ms"),
     "tried": ("forged tokens tried", ""),
     "accepted": ("forged tokens accepted", ""),
 }
@@ -113,7 +123,8 @@ def as_table(report: Mapping[str, object]) -> Table:
         if key in _ABOUT:
             continue
         which = next((each for each in _PERCENTILES if each in key), "")
-        label, unit = _MEANING[key.replace(which, "")]
+        plain = key.replace(which, "")
+        label, unit = _MEANING.get(f"{report['scenario']} {plain}") or _MEANING[plain]
         label += _PERCENTILES.get(which, "")
         table.add_row(label, f"{value:,}", unit, key, str(report["aof"]))
     return table

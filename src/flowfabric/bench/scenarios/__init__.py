@@ -6,7 +6,7 @@ from typing import NamedTuple
 from flowfabric.bench.arena import Arena, arena
 from flowfabric.bench.command import Scenario
 from flowfabric.bench.report import Figures, Options, Progress, median_run, rounded
-from flowfabric.bench.scenarios import delays, lifecycle, load, stream, tokens
+from flowfabric.bench.scenarios import delays, flows, lifecycle, load, stream, tokens
 
 
 class Measurement(NamedTuple):
@@ -29,6 +29,9 @@ MEASUREMENTS: Mapping[Scenario, Measurement] = {
     "recovery": Measurement(delays.recovery, 8, 3, "recovery_s"),
     "resume": Measurement(delays.resume, 1_000, 3, "p50_ms"),
     "stream": Measurement(stream.run, 100_000, 3, "frames_per_s"),
+    "chain": Measurement(flows.chain, 2_000, 3, "flows_per_s"),
+    "fanout": Measurement(flows.fanout, 20, 1, "release_p50_ms"),
+    "cancel": Measurement(flows.cancel, 50, 1, "cancelled_per_s"),
     "tokens": Measurement(tokens.run, 1_000_000, 1, "per_s"),
 }
 
