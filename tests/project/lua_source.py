@@ -23,6 +23,8 @@ _ERROR = re.compile(r"\breply\.(?:err|refuse)\('(\w+)'")
 _EVENT = re.compile(
     r"\b(?:events\.emit(?:_lease|_flow)?|workers\.event)\(\w+, (?:[\w.()]+, )?'(\w+)'"
 )
+# What follows from the end of the last member of a flow: a function that ends one names that.
+_CONSEQUENCES = {"cascade.tell_parent"}
 _REPEATED = ("then ", "per ", "any number of ")
 
 
@@ -101,7 +103,8 @@ class Block(msgspec.Struct, frozen=True):
     locals: dict[str, Block] = {}
 
     def called(self) -> Iterable[Block]:
-        for name in set(re.findall(r"\b\w+\.\w+\b|:\w+(?=\()|\b\w+\b", self.code)):
+        names = set(re.findall(r"\b\w+\.\w+\b|:\w+(?=\()|\b\w+\b", self.code))
+        for name in names - _CONSEQUENCES:
             found = self.locals.get(name) or helpers().get(name)
             if found is not None and found is not self:
                 yield found

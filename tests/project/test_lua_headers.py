@@ -35,8 +35,9 @@ UNREACHED = {
     ),
     "ff_reclaim": "acquired",
 }
-# Any change of a member's state may finish its flow; only functions about flows say so.
-FOLLOWS = {"flow_finished"}
+# Any change of a member's state may finish its flow, or cancel the flow that it owns; only
+# functions about flows say so.
+FOLLOWS = {"flow_finished", "flow_cancel_requested"}
 each_function = pytest.mark.parametrize("path", FUNCTIONS, ids=lambda path: path.stem)
 
 

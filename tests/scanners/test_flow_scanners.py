@@ -17,6 +17,7 @@ from flowfabric.scanners.base import ScanResult
 from tests.support.engine import Engine
 from tests.support.flows import TestFlow, set_units, submitted, without_followups
 from tests.support.scanning import break_record, idle, running, until
+from tests.support.subflows import child, parent
 
 FAN = "root>" + " root>".join(f"c{n}" for n in range(20))
 WAITING = PublicState.WAITING
@@ -58,6 +59,22 @@ async def test_what_a_call_left_is_done_within_a_second(engine: Engine) -> None:
     found = await idle(engine).scan_once("cascade_drain")
     assert found == ScanResult(processed=19)
     assert set((await flow.states()).values()) == {"completed", "waiting"}
+
+
+async def test_a_subflow_and_its_parent_in_another_partition_hear_of_each_other(
+    engine: Engine,
+) -> None:
+    flow = await parent(engine)
+    sub = await child(flow, "x", spread=True)
+    scanners = idle(engine)
+    await scanners.scan_once("cascade_drain")
+    await flow.end("a")
+    assert await sub.claim() == []
+    await scanners.scan_once("cascade_drain")
+    await sub.end("x", result=b"1")
+    assert await flow.state("s") == "waiting_children"
+    await scanners.scan_once("cascade_drain")
+    assert await flow.state("s") == "completed"
 
 
 @pytest.mark.usefixtures("one_unit")

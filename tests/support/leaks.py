@@ -21,12 +21,12 @@ _SIGNAL = re.compile(rf"^(?P<record>ff:signal:(?P<id>{_ID}):[0-9a-f-]{{36}})(:pa
 _INDEX = re.compile(
     r"^ff:idx:\{fp:\d+\}:(all_executions|lease_expiry|attempt_timeout|execution_deadline"
     r"|purge_backlog|flow_index|cascade_(backlog|failed|poison)|pending_cancel_groups"
-    r"|release_backlog|reopen_backlog|replay_backlog|cancel_backlog|suspension_timeout|pending_waitpoint_expiry|worker:\S+:leases"
+    r"|release_backlog|reopen_backlog|replay_backlog|subflow_outbox|cancel_backlog|suspension_timeout|pending_waitpoint_expiry|worker:\S+:leases"
     r"|lane:[^:]+:(eligible(:.+)?|sigs|delayed|active|reclaimable(:.+)?|terminal|config|suspended"
     r"|blocked:\w+|claimed:.+))$"
 )
 _OTHER = re.compile(
-    r"^(ff:flow:\{fp:\d+\}:[0-9a-f-]{36}:(core|members|tags|edges|held|(in|out):.+)|ff:config:partitions|ff:idx:(lanes|namespaces|partitions|\{ff:idx:lanes\}:places)|ff:lane:.+:config"
+    r"^(ff:flow:\{fp:\d+\}:[0-9a-f-]{36}:(core|members|tags|edges|held|exits|(in|out):.+)|ff:config:partitions|ff:idx:(lanes|namespaces|partitions|\{ff:idx:lanes\}:places)|ff:lane:.+:config"
     r"|ff:sec:\{fp:\d+\}:waitpoint_hmac|ff:sigdedup:.+"
     r"|ff:part:\{fp:\d+\}:(events|(sub|members|start):.+)|ff:wake:.+|ff:idem:.+"
     r"|ff:worker:\{.+\}:(events|.+:(alive|caps))|ff:idx:\{.+\}:workers|ff:leader:.+)$"

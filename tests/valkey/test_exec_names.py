@@ -36,7 +36,7 @@ CASES: dict[str, list[tuple[str, ...]]] = {
         name: [(ID, "0"), (ID, "4294967295")]
         for name in ("attempt", "summary", "stream", "stream_meta", "stream_closed")
     },
-    **{name: [(FLOW,)] for name in ("flow", "members", "flow_tags", "edges", "held")},
+    **{name: [(FLOW,)] for name in ("flow", "members", "flow_tags", "edges", "held", "exits")},
     **{name: [(FLOW, ID)] for name in ("out", "into")},
     "suspend_dedup": [(ID,)],
     "waitpoint": [(WAITPOINT,)],
@@ -107,7 +107,7 @@ def test_every_tagged_name_is_compared() -> None:
 def test_every_name_of_lua_is_compared() -> None:
     source = Path(flowfabric.__file__).parent / "lua" / "lib" / "20_keys.lua"
     written = set(re.findall(r"^(?:function )?K\.([a-z]\w*)", source.read_text(), re.MULTILINE))
-    others = {"lane_part", "wake", "signal", "signal_payload"}
+    others = {"lane_part", "bell", "wake", "signal", "signal_payload"}
     assert written == set(CASES) | others
 
 

@@ -1,5 +1,6 @@
 """Checking a graph of nodes and edges, ordering it, and naming its executions."""
 
+import itertools
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,10 +9,13 @@ from uuid import UUID, uuid5
 from flowfabric.core.contracts.flows import Dependency, GraphEdge, GraphNode, JoinAll, Quorum
 from flowfabric.core.errors import ConflictError, invalid_input
 from flowfabric.core.ids import ExecutionId, validate_text, validate_uuid
+from flowfabric.core.partition import PartitionCounts, flow_partition
 
 MAX_NODES = 1000
 MAX_EDGES = 5000
 _is_input_name = re.compile(r"[A-Za-z0-9_]{1,64}").fullmatch
+SUBFLOW = "subflow"
+"""The kind of members that own a flow; no worker runs them."""
 KINDS = {"success_only": "s", "terminal": "t", "failure_only": "f"}
 """Kinds of dependencies, each with the letter that stands for it in storage."""
 
@@ -19,6 +23,21 @@ KINDS = {"success_only": "s", "terminal": "t", "failure_only": "f"}
 def is_input_name(text: str) -> bool:
     """Whether an input may have this name."""
     return _is_input_name(text) is not None
+
+
+def subflow_id(
+    parent: ExecutionId, counts: PartitionCounts, *, spread: bool = False, run: int = 0
+) -> str:
+    """The id of a flow that a member owns: in the member's partition, or with `spread` in another.
+
+    The same run of the same member always gives the same id.
+    """
+    elsewhere = spread and counts.flow > 1
+    names = (f"subflow {run} {number}" for number in itertools.count())
+    ids = (str(uuid5(UUID(parent.uuid), name)) for name in names)
+    return next(
+        each for each in ids if (flow_partition(each, counts) != parent.partition) == elsewhere
+    )
 
 
 def node_id(flow_id: str, tag: str, key: str) -> ExecutionId:

@@ -16,6 +16,7 @@ from flowfabric.scanners.watch import Territory
 
 _CASCADE_QUEUES = (
     *("cascade_backlog", "release_backlog", "reopen_backlog", "replay_backlog", "cascade_failed"),
+    "subflow_outbox",
 )
 _PARKED = "cascade_poison"
 _BLOCKED = "blocked:dependencies"

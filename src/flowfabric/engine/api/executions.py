@@ -11,7 +11,7 @@ from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.flows import Dependency
 from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.errors import ConflictError, EngineError, ValidationError, invalid_input
-from flowfabric.core.graph import check_passing
+from flowfabric.core.graph import SUBFLOW, check_passing
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.policy import ExecutionPolicy, parse_policy
@@ -84,6 +84,12 @@ def check_new(item: NewExecution, max_payload_bytes: int) -> None:
         check.timestamp(item.execution_deadline_at, "execution_deadline_at")
     if item.policy is not None:
         policy_json(item.policy)
+
+
+def check_kind(item: NewExecution) -> None:
+    """Refuse a kind that no worker runs, except for members of flows."""
+    if item.execution_kind == SUBFLOW and item.flow_id is None:
+        raise invalid_input("execution_kind", "'subflow' is reserved for members that own a flow")
 
 
 def check_joining(item: NewExecution, counts: PartitionCounts) -> None:

@@ -89,8 +89,23 @@ class Flows(Concern, Protocol):
         """Make an empty flow; a repeat with another kind or namespace is refused."""
         ...
 
-    async def submit_flow(self, graph: FlowGraph) -> flows.Submitted | flows.AlreadySubmitted:
-        """Store a whole graph; nothing of it runs, or is seen, before all of it is stored."""
+    async def submit_flow(
+        self,
+        graph: FlowGraph,
+        *,
+        parent_execution_id: ExecutionId | None = None,
+        spread: bool = False,
+    ) -> flows.Submitted | flows.AlreadySubmitted:
+        """Store a whole graph; nothing of it runs, or is seen, before all of it is stored.
+
+        With `parent_execution_id` the graph is a subflow. That execution is a member of kind
+        `subflow` of another flow: the graph starts once the dependencies of that member are met,
+        and the member ends when the graph finishes. Its result is that of the graph's exit nodes,
+        the nodes without children: the bytes of the only one, or a JSON object by node key if all
+        are JSON, or else a msgpack map of bytes. More than 1,000 exit nodes, or more than 4 MiB,
+        give no result. An empty `flow_id` in the graph is filled in. A subflow is in the partition
+        of its parent; with `spread` it is in another, and the two learn of each other later.
+        """
         ...
 
     async def extend_flow(

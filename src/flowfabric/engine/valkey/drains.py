@@ -31,6 +31,8 @@ class CascadeDrains:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._again: set[str] = set()
         self._closed = False
+        self.deliver: Callable[[str], Awaitable[int]] | None = None
+        """Sends the messages of a partition to others."""
         forget_on_fork(self)
 
     def note(self, tag: str, told: Sequence[Any]) -> None:
@@ -43,6 +45,8 @@ class CascadeDrains:
 
         async def step() -> bool:
             reply = await self._calls.fcall("ff_drain_cascade", tag, ("0",), op="drain_cascade")
+            if reply[7] and self.deliver is not None:
+                return await self.deliver(tag) > 0
             return reply[6] == 1 and any(reply[2:6])
 
         self._start(tag, step)

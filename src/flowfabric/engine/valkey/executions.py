@@ -81,6 +81,7 @@ class ValkeyExecutions(api.Executions):
         if known is not item.execution_id:
             item = msgspec.structs.replace(item, execution_id=known)
         api.check_new(item, self._calls.max_payload_bytes)
+        api.check_kind(item)
         if item.flow_id is not None or item.depends_on:
             api.check_joining(item, self._calls.counts)
         return item

@@ -3,13 +3,19 @@
 import asyncio
 from typing import Any
 
+import msgspec
+
 from flowfabric.core.contracts import flows
 from flowfabric.core.errors import TimeoutError_, ValidationError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api import check
+from flowfabric.engine.api.events import Events
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.calls import text
+from flowfabric.engine.valkey.calls import FunctionCalls, text
+from flowfabric.engine.valkey.drains import CascadeDrains
 from flowfabric.engine.valkey.flow_reads import FlowReads
+from flowfabric.engine.valkey.outbox import Outbox
+from flowfabric.engine.valkey.places import ValkeyPlaces
 
 _MAX_WAIT_MS = 300_000
 _REPEATED_IDS = 1000
@@ -17,6 +23,13 @@ _REPEATED_IDS = 1000
 
 class FlowEnds(FlowReads):
     """The part of `Flows` that cancels and drains."""
+
+    def __init__(
+        self, calls: FunctionCalls, places: ValkeyPlaces, events: Events, drains: CascadeDrains
+    ) -> None:
+        super().__init__(calls, places, events, drains)
+        self._outbox = Outbox(calls, drains)
+        drains.deliver = self._outbox.deliver
 
     async def cancel_flow(
         self,
@@ -93,10 +106,17 @@ class FlowEnds(FlowReads):
 
     async def drain_cascade(self, partition: int, *, retry: bool = True) -> flows.CascadeCounts:
         tag = f"{{fp:{check.whole(partition, 'partition', 0, self._calls.counts.flow - 1)}}}"
-        return await self._calls.ask(
+        counts, messages = await self._calls.ask(
             *("ff_drain_cascade", tag, ("1" if retry else "0",)),
-            lambda reply: flows.CascadeCounts(*map(int, reply[2:6]), pending=reply[6] == 1),
+            lambda reply: (
+                flows.CascadeCounts(*map(int, reply[2:6]), pending=reply[6] == 1),
+                int(reply[7]),
+            ),
         )
+        # What was delivered may have been answered; what cannot be delivered waits.
+        if messages and await self._outbox.deliver(tag):
+            return msgspec.structs.replace(counts, pending=True)
+        return counts
 
     async def drain_flow_cancel(self, flow_id: str) -> tuple[int, int, int]:
         return await self._calls.ask(

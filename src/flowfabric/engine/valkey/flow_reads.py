@@ -6,6 +6,7 @@ from typing import Any
 
 from flowfabric.core.contracts import ListingPage, flows
 from flowfabric.core.errors import NotFoundError, TimeoutError_, ValidationError
+from flowfabric.core.graph import SUBFLOW
 from flowfabric.core.ids import ExecutionId, validate_uuid
 from flowfabric.core.state import (
     LifecyclePhase,
@@ -346,7 +347,7 @@ class FlowReads:
 
     async def evaluate_flow_eligibility(self, execution_id: ExecutionId) -> flows.FlowEligibility:
         known = self._calls.checked(execution_id)
-        names = ("state", "deps", "join")
+        names = ("state", "deps", "join", "execution_kind")
         raw = await self._calls.read(
             f"{known}: record", "HMGET", keys.core(known.tag, known), *names
         )
@@ -362,7 +363,8 @@ class FlowReads:
             return "terminal"
         join = flow_records.join_snapshot(known, stored)
         if join is None or join.group_state == "satisfied":
-            return "eligible"
+            owns_flow = stored.text("execution_kind", "") == SUBFLOW
+            return "blocked_by_dependencies" if owns_flow else "eligible"
         return "impossible" if join.group_state == "impossible" else "blocked_by_dependencies"
 
 

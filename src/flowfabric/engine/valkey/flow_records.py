@@ -160,6 +160,11 @@ def flow_snapshot(
         cancelled_at=stored.maybe_number("cancelled_at"),
         cancel_reason=stored.maybe_text("cancel_reason"),
         cancellation_policy=stored.maybe_text("cancellation_policy"),
+        parent_execution_id=(
+            ExecutionId.parse(stored.text("parent_execution_id"))
+            if stored.is_set("parent_execution_id")
+            else None
+        ),
         tags=dict(sorted(tags.items())),
         edge_groups=joins,
     )

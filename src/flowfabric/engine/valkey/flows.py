@@ -66,18 +66,31 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
             return flows.FlowExists(flow_id)
         return flows.FlowCreated(flow_id)
 
-    async def submit_flow(self, graph: FlowGraph) -> flows.Submitted | flows.AlreadySubmitted:
+    async def submit_flow(
+        self,
+        graph: FlowGraph,
+        *,
+        parent_execution_id: ExecutionId | None = None,
+        spread: bool = False,
+    ) -> flows.Submitted | flows.AlreadySubmitted:
         check.instance(graph, FlowGraph, "graph")
+        check.flag(spread, "spread")
+        header: dict[str, Any] = {}
+        if parent_execution_id is not None:
+            graph, header = await self._owned(graph, parent_execution_id, spread=spread)
+        elif spread:
+            raise invalid_input("spread", "needs parent_execution_id: only a subflow has a parent")
         tag = self._tag(graph.flow_id)
         api.check_header(graph)
         inbound = graphs.check_graph(graph.nodes, graph.edges)
         nodes = graphs.ordered(graph.nodes, inbound)
         items = self._items(graph.flow_id, tag, nodes, inbound)
         await self._places.register(tag, {node.lane_id for node in nodes})
-        header: dict[str, Any] = {
+        parent = str(parent_execution_id or "").encode()
+        header |= {
             "kind": graph.flow_kind,
             "ns": graph.namespace,
-            "digest": sha256(_digest(graph)).hexdigest()[:32],
+            "digest": sha256(_digest(graph) + parent).hexdigest()[:32],
             "hold": graph.hold,
         }
         if graph.tags:
@@ -96,6 +109,29 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         outcome = flows.Submitted if reply[2] == b"submitted" else flows.AlreadySubmitted
         ids = {node.key: execution_id for node, execution_id, _ in items}
         return outcome(graph.flow_id, int(reply[3]), ids)
+
+    async def _owned(
+        self, graph: FlowGraph, parent_execution_id: ExecutionId, *, spread: bool
+    ) -> tuple[FlowGraph, dict[str, Any]]:
+        """The graph with the id of a flow that the parent owns, and what its submission adds."""
+        parent = self._calls.checked(parent_execution_id)
+        if not graph.flow_id:
+            place = f"{parent}: record"
+            run = await self._calls.read(
+                place, "HGET", keys.core(parent.tag, parent), "replay_count"
+            )
+            flow_id = graphs.subflow_id(
+                parent, self._calls.counts, spread=spread, run=int(run or 0)
+            )
+            graph = msgspec.structs.replace(graph, flow_id=flow_id)
+        header: dict[str, Any] = {"parent": str.__str__(parent)}
+        if self._tag(graph.flow_id) != parent.tag:
+            if not spread:
+                api.check_member(self._tag(graph.flow_id), parent)
+            args = (parent, graph.flow_id, graph.namespace, "")
+            reply = await self._calls.fcall("ff_ask_parent", parent.tag, args, op="submit_flow")
+            header["depth"] = int(reply[3])
+        return graph, header
 
     async def _submit(
         self, tag: str, graph: FlowGraph, header: dict[str, Any], parts: list[list[Item]]

@@ -73,6 +73,11 @@ def out(tag: str, flow_id: str, execution_id: str) -> str:
     return f"ff:flow:{tag}:{flow_id}:out:{execution_id}"
 
 
+def exits(tag: str, flow_id: str) -> str:
+    """Members without children of a flow that an execution owns."""
+    return f"ff:flow:{tag}:{flow_id}:exits"
+
+
 def into(tag: str, flow_id: str, execution_id: str) -> str:
     """The edges that lead to a member."""
     return f"ff:flow:{tag}:{flow_id}:in:{execution_id}"

@@ -1,8 +1,9 @@
 -- ff_drain_cascade: go on with what earlier calls left of ended members, decided joins, released
 -- flows and failed units, as much as one call may.
 -- Keys: cascade_backlog, pending_cancel_groups, release_backlog, reopen_backlog, replay_backlog,
---   cascade_failed, flow core, in, out, and those of the transitions that it makes. Arguments: retry what failed (1 | 0).
--- Replies: resolved, promoted, skipped, cancelled, whether more is left (1 | 0). Errors: none
+--   cancel_backlog, subflow_outbox, cascade_failed, flow core, in, out, and those of the transitions that it makes. Arguments: retry what failed (1 | 0).
+-- Replies: resolved, promoted, skipped, cancelled, whether more is left (1 | 0), messages to other
+--   partitions. Errors: none
 --   (max_replays_exhausted, flow_already_terminal, deps_not_satisfied, execution_not_terminal: the
 --   member stays as it is).
 -- Events: completion, replayed, flow_finished.
@@ -71,7 +72,7 @@ local function drain_replayed(c)
     local which, from = string.match(server.call('HGET', backlog, flow_id), '^(%l) (%d+)$')
     local f = readable(c, flow_id)
     if which and f and not flow.is_cancelled(f) then
-      replaying.flow(c, flow_id, from, which == 'a')
+      replaying.flow(c, flow_id, from, which)
     else
       server.call('HDEL', backlog, flow_id)
     end
@@ -84,6 +85,22 @@ local function drain_released(c)
     if cascade.room(c) <= 0 then return end
     if readable(c, flow_id) then
       flow.release(c, flow_id)
+    else
+      server.call('ZREM', backlog, flow_id)
+    end
+  end
+end
+
+-- Flows that were cancelled with the member that owns them; others wait for their grace.
+local function drain_cancelled(c)
+  local backlog = K.index(c.tag, 'cancel_backlog')
+  local due = server.call('ZRANGE', backlog, '-inf', c.now, 'BYSCORE', 'LIMIT', 0, AT_ONCE)
+  for _, flow_id in ipairs(due) do
+    if cascade.room(c) <= 0 then return true end
+    if readable(c, flow_id) then
+      local cancelled, _, left = flow_cancel.drain(c, flow_id)
+      cascade.counts(c).cancelled = cascade.counts(c).cancelled + cancelled
+      if left > 0 then return true end
     else
       server.call('ZREM', backlog, flow_id)
     end
@@ -105,11 +122,13 @@ register('ff_drain_cascade', function(keys, args)
   drain_reopened(c)
   drain_replayed(c)
   drain_released(c)
+  local owes = drain_cancelled(c)
   if args[1] == '1' then retry_failed(c) end
   c:close()
   local left = server.call('EXISTS', K.index(c.tag, 'cascade_backlog'),
     K.index(c.tag, 'pending_cancel_groups'), K.index(c.tag, 'release_backlog'),
     K.index(c.tag, 'reopen_backlog'), K.index(c.tag, 'replay_backlog'))
   local done = cascade.counts(c)
-  return reply.ok(done.resolved, done.promoted, done.skipped, done.cancelled, left > 0 and 1 or 0)
+  return reply.ok(done.resolved, done.promoted, done.skipped, done.cancelled,
+    (owes or left > 0) and 1 or 0, server.call('HLEN', K.index(c.tag, 'subflow_outbox')))
 end, { 'allow-oom' })

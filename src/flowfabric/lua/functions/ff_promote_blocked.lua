@@ -6,6 +6,7 @@ record.register_function('ff_promote_blocked', record.checked, function(c, id, r
   if not S.is_runnable(rec.state) then return reply.err('not_runnable', S.phase_name(rec.state)) end
   if not S.is_blocked_by_dependencies(rec.state) then return reply.err('not_blocked_by_deps') end
   if S.has_outcome(rec.state) then return reply.err('terminal') end
+  if rec.subflow_open then return reply.err('deps_not_satisfied', '1', '1') end
   local g = edges.group(id, rec)
   local verdict = g.n == 0 and 's' or g.state == 'p' and edges.verdict(c, id, rec, g) or g.state
   if verdict ~= 's' then

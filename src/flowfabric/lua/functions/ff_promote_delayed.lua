@@ -17,6 +17,11 @@ batch.register_function('ff_promote_delayed', 2, function(c, id, args)
     ending.cancel(c, id, rec, 'flow_cascade', f.cancel_reason)
     return 'cancelled'
   end
+  if subflows.is_node(rec) then
+    record.clear(c, id, rec, 'delay_until')
+    flow.move_on(c, id, rec)
+    return 'promoted'
+  end
   waiting.leave(c, id, rec)
   record.transition(c, id, rec, S.eligible(S.attempt(rec.state)), 'last_transition_at', c.now)
   record.clear(c, id, rec, 'delay_until', 'blocking_detail')

@@ -7,6 +7,8 @@ register('ff_release_flow', function(keys, args)
   return reply.guarded(function()
     local f = flow.live(c, flow_id)
     if not f.held_from then return reply.ok(0) end
+    if f.hold then flow.clear(c, flow_id, 'hold') end
+    if f.awaits_parent then return reply.ok(0) end
     local _, released = flow.release(c, flow_id)
     c:close()
     return reply.ok(released, cascade.told(c))

@@ -8,14 +8,14 @@
 --   execution_not_terminal: the member stays as it is).
 -- Events: replayed, completion (members that an edge ends).
 register('ff_replay_flow', function(keys, args)
-  local c, flow_id, all, request = Context.open(keys[1], true), args[1], args[2] == 'all', args[3]
+  local c, flow_id, which, request = Context.open(keys[1], true), args[1], args[2] == 'all' and 'a' or 'f', args[3]
   return reply.guarded(function()
     local f = flow.live(c, flow_id)
     if f.replayed and string.sub(f.replayed, 1, #request) == request then
       local done, reopened, more = string.match(f.replayed, ' (%d+) (%d+) (%d)$')
       return reply.ok(tonumber(done), tonumber(reopened), tonumber(more))
     end
-    local done, reopened, left = replaying.flow(c, flow_id, '0', all)
+    local done, reopened, left = replaying.flow(c, flow_id, '0', which)
     local more = (left or cascade.counts(c).pending > 0) and 1 or 0
     flow.set(c, flow_id, 'replayed', table.concat({ request, done, reopened, more }, ' '))
     c:close()

@@ -3,21 +3,49 @@
 -- Keys: flow core, flow_index, members, edges, in, out, held, and those of ff_create.
 -- Arguments: flow_id, header (msgpack map), then items as in ff_create, upstreams before children.
 --   Header: kind, ns, digest (of the whole graph), tags (flat list), part (1 for the first of several
---   calls), last (true with the last), hold (release comes later), parent (of a subflow), depth.
+--   calls), last (true with the last), hold (release comes later), parent (the member that owns it),
+--   depth (of the flow, if the parent is in another partition).
 -- Replies: `submitted` | `already_submitted` | `accepted` (more calls must follow); graph revision.
--- Errors: flow_submission_conflict, and those of ff_create; nothing of the call is written then.
+-- Errors: flow_submission_conflict, and those of ff_create; of a subflow: execution_not_found,
+--   invalid_input, terminal; nothing of the call is written then.
 -- Events: completion (a member whose upstream has ended); rings the doorbell.
 local function opened(c, flow_id, header)
   local f = flow.read(c, flow_id)
   if not f then
     f = flow.create(c, flow_id, header.kind, header.ns, header)
     local whole = header.last and header.part == 1
-    if not whole or header.hold then flow.set(c, flow_id, 'held_from', 1) end
+    if not whole or header.hold or header.waits then flow.set(c, flow_id, 'held_from', 1) end
+    if header.parent and header.hold then flow.set(c, flow_id, 'hold', '1') end
     if not whole then flow.set(c, flow_id, 'submitting', c.now) end
     return f
   end
   if f.digest ~= header.digest then reply.refuse('flow_submission_conflict', flow_id) end
   return f
+end
+
+-- The member that will own the flow, nil if there is none or it is in another partition; the flow
+-- waits until that member no longer waits for others.
+local function parent_of(c, flow_id, header)
+  if not header.parent then return nil end
+  header.waits = true
+  if header.depth then return nil end
+  local rec
+  rec, header.depth = subflows.parent(c, header.parent, flow_id, header.ns)
+  header.waits = not rec.subflow_open
+  return rec
+end
+
+-- The last call: the whole flow is there.
+local function complete(c, flow_id, header, parent)
+  local f = flow.read(c, flow_id)
+  if f.submitting then flow.clear(c, flow_id, 'submitting') end
+  if header.waits then flow.set(c, flow_id, 'awaits_parent', '1') end
+  if parent then
+    subflows.attach(c, header.parent, parent, flow_id)
+  elseif header.parent then
+    subflows.ask_parent(c, flow_id, f)
+  end
+  if not header.hold and not header.waits and f.held_from then flow.release(c, flow_id) end
 end
 
 local function submit(c, args)
@@ -26,6 +54,7 @@ local function submit(c, args)
   if known and known.digest == header.digest and not known.submitting then
     return reply.ok('already_submitted', known.graph_revision)
   end
+  local parent = parent_of(c, flow_id, header)
   -- The engine has checked the graph as a whole.
   local common, items = { flow = flow_id, ns = header.ns, checked = true }, {}
   for i = 3, #args, 5 do
@@ -45,8 +74,7 @@ local function submit(c, args)
   end
   c:close()
   if not header.last then return reply.ok('accepted', flow.read(c, flow_id).graph_revision) end
-  if flow.read(c, flow_id).submitting then flow.clear(c, flow_id, 'submitting') end
-  if not header.hold and flow.read(c, flow_id).held_from then flow.release(c, flow_id) end
+  complete(c, flow_id, header, parent)
   c:close()
   return reply.ok('submitted', flow.read(c, flow_id).graph_revision, cascade.told(c))
 end

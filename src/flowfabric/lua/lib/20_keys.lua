@@ -110,6 +110,7 @@ function K.members(tag, flow_id) return 'ff:flow:' .. tag .. ':' .. flow_id .. '
 function K.flow_tags(tag, flow_id) return 'ff:flow:' .. tag .. ':' .. flow_id .. ':tags' end
 function K.edges(tag, flow_id) return 'ff:flow:' .. tag .. ':' .. flow_id .. ':edges' end
 function K.held(tag, flow_id) return 'ff:flow:' .. tag .. ':' .. flow_id .. ':held' end
+function K.exits(tag, flow_id) return 'ff:flow:' .. tag .. ':' .. flow_id .. ':exits' end
 function K.out(tag, flow_id, id) return 'ff:flow:' .. tag .. ':' .. flow_id .. ':out:' .. id end
 function K.into(tag, flow_id, id) return 'ff:flow:' .. tag .. ':' .. flow_id .. ':in:' .. id end
 

@@ -91,11 +91,13 @@ function flow.derived(f)
   return any('failed', 'cancelled', 'expired') and 'failed' or 'completed'
 end
 
+function flow.ends_members(f) return ENDS_MEMBERS[f.cancellation_policy] == true end
+
 -- The cancelled flow of a member that may not run any more, or nil. `resumes`: it goes on with an
 -- attempt that was running when the flow was cancelled, which `cancel_pending` allows.
 function flow.that_ends(c, rec, resumes)
   local f = rec.flow_id and flow.read(c, rec.flow_id)
-  if not f or not ENDS_MEMBERS[f.cancellation_policy] then return nil end
+  if not f or not flow.ends_members(f) then return nil end
   if resumes and f.cancellation_policy == 'cancel_pending' then return nil end
   return f
 end
@@ -117,6 +119,7 @@ function flow.unblocked(c, id, rec)
     return S.held(attempt), 'flow held'
   end
   if tonumber(rec.delay_until or 0) > c.now then return S.delayed('d', attempt) end
+  if subflows.is_node(rec) then return subflows.state(rec, attempt) end
   return S.eligible(attempt)
 end
 
@@ -129,6 +132,7 @@ function flow.move_on(c, id, rec, ...)
   if detail then record.set(c, id, rec, 'blocking_detail', detail) end
   waiting.enter(c, id, rec)
   if S.is_eligible(state) then waiting.ring(c, rec) end
+  if S.is_blocked_by_dependencies(state) then subflows.open(c, id, rec) end
 end
 
 -- Lets held members go, while the call has room; true if none is left.
@@ -181,7 +185,7 @@ local function finish(c, flow_id, f)
   local state = flow.derived(f)
   flow.set(c, flow_id, 'finished_at', c.now)
   events.emit_flow(c, 'flow_finished', flow_id, f, 'fs', state)
-  if f.parent_execution_id then cascade.subflow_finished(c, flow_id, f, state) end
+  if f.parent_execution_id then cascade.tell_parent(c, flow_id, f, state) end
 end
 
 -- Notes that a member was deleted: it stays counted.
@@ -226,8 +230,13 @@ local function write(c, flow_id, tally, grown)
   if not f then return end
   local fields = changes(c, f, tally, grown)
   if #fields > 0 then server.call('HSET', K.flow(c.tag, flow_id), unpack(fields)) end
+end
+
+local function check_finished(c, flow_id)
+  local f = flow.read(c, flow_id)
+  if not f then return end
   local live = flow.number(f, 'live')
-  if live == 0 and not f.finished_at and flow.number(f, 'node_count') > 0 then
+  if live == 0 and not f.finished_at and not f.replaying and flow.number(f, 'node_count') > 0 then
     finish(c, flow_id, f)
   elseif live > 0 and f.finished_at then
     flow.clear(c, flow_id, 'finished_at')
@@ -268,7 +277,12 @@ function flow.settle(c)
     -- A record that cannot be read undoes no change of a member.
     for flow_id, tally in pairs(tallies) do try(write, c, flow_id, tally, grown[flow_id]) end
     for flow_id in pairs(grown) do
-      if not tallies[flow_id] then write(c, flow_id, nil, true) end
+      if not tallies[flow_id] then
+        write(c, flow_id, nil, true)
+        tallies[flow_id] = true
+      end
     end
+    -- After all counters: the end of one flow may end others.
+    for flow_id in pairs(tallies) do check_finished(c, flow_id) end
   end
 end

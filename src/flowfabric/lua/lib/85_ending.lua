@@ -69,6 +69,7 @@ function ending.finish(c, id, rec, how)
     events.emit(c, 'completion', id, rec, 'o', outcome, 'r', how.reason, unpack(more))
   end
   if rec.out then cascade.ended(c, id, rec) end
+  if rec.subflow then subflows.abandon(c, rec) end
 end
 
 -- `fields`: further ones for the record.

@@ -23,6 +23,7 @@ local function add(c, what) cascade.counts(c)[what] = cascade.counts(c)[what] + 
 
 -- The part of an answer that tells what the call did for other members; nil if nothing.
 function cascade.told(c)
+  flow.settle(c)
   local done = c.counts
   return done and { done.resolved, done.promoted, done.skipped, done.cancelled, done.pending }
 end
@@ -138,7 +139,7 @@ local REASONS = { s = 'sibling_quorum_satisfied', i = 'sibling_quorum_impossible
 
 -- Moves the child of a join that has just been decided, with the given fields for its record.
 function cascade.move(c, id, rec, verdict, fields)
-  if not S.is_blocked_by_dependencies(rec.state) then
+  if not S.is_blocked_by_dependencies(rec.state) or rec.subflow_open then
     -- A running or suspended child looks at it when it waits next.
     for i = 1, #fields, 2 do record.set(c, id, rec, fields[i], fields[i + 1]) end
     return
@@ -299,15 +300,18 @@ function cascade.retry(c, entry)
       if join and reason then
         cancel_sibling(c, flow_id, id, edges.id_of(c, b), reason, join.spares)
       end
+    elseif kind == 'f' then
+      local f = flow.read(c, flow_id)
+      if f and f.finished_at then subflows.finished(c, flow_id, f, a) end
     elseif kind == 'c' then
       flow_cancel.member(c, flow_id, edges.id_of(c, a))
     elseif kind == 'r' or kind == 'R' then
       local id = edges.id_of(c, a)
       replaying.reopen(c, { { id = id, rec = record.read(c, id) } }, kind == 'R')
-    elseif kind == 'p' or kind == 'P' then
+    elseif kind == 'p' or kind == 'P' or kind == 'w' then
       local id = edges.id_of(c, a)
-      local _, rec = replaying.member(c, id, kind == 'P')
-      if rec and rec.out then replaying.reopen(c, { { id = id, rec = rec } }) end
+      local _, rec = replaying.member(c, id, ({ p = 'f', P = 'a', w = 'w' })[kind])
+      if rec and rec.out then replaying.reopen(c, { { id = id, rec = rec } }, kind == 'w') end
     elseif kind == 'h' then
       local id = edges.id_of(c, a)
       local rec = record.checked(c, id)
@@ -319,6 +323,11 @@ function cascade.retry(c, entry)
   else
     note_failure(c, entry, why)
   end
+end
+
+-- Tells the parent of a flow that it finished, as a unit.
+function cascade.tell_parent(c, flow_id, f, state)
+  cascade.unit(c, 'f|' .. flow_id .. '|' .. state, subflows.finished, flow_id, f, state)
 end
 
 -- Cancels one member for its cancelled flow, as a unit.

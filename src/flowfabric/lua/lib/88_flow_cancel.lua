@@ -10,7 +10,14 @@ function flow_cancel.strength(policy) return STRENGTH[policy] or 1 end
 function flow_cancel.member(c, flow_id, id)
   local f, rec = flow.read(c, flow_id), record.checked_lease(c, id)
   if not f or not rec or S.is_terminal(rec.state) then return 'settled' end
-  if f.cancellation_policy == 'cancel_pending' then
+  local child, policy = rec.subflow, f.cancellation_policy
+  if policy ~= 'cancel_all' and child then
+    subflows.cancel(c, rec, policy, f.cancel_reason)
+    -- A subflow that runs goes on to its end, as a running attempt does.
+    if rec.subflow_open then return 'settled' end
+  end
+  if not flow.ends_members(f) then return 'settled' end
+  if policy == 'cancel_pending' then
     -- A running attempt, also one that has just been resumed, goes on to its end.
     local goes_on = S.is_eligible(rec.state) and S.has_paused_attempt(rec.state)
     if not S.is_runnable(rec.state) or goes_on then return 'settled' end
@@ -21,6 +28,7 @@ end
 
 -- How many members are still owed a cancel while the drain has not reached the last one.
 function flow_cancel.owed(f)
+  if not flow.ends_members(f) then return 0 end
   if f.cancellation_policy == 'cancel_all' then return flow.number(f, 'live') end
   local count = 0
   for _, state in ipairs(PENDING) do count = count + flow.number(f, 'members_' .. state) end
@@ -62,7 +70,7 @@ function flow_cancel.flip(c, flow_id, policy, reason, grace)
     'cancellation_policy', policy, 'last_mutation_at', c.now)
   if f.cancelled_upto then flow.clear(c, flow_id, 'cancelled_upto') end
   events.emit_flow(c, 'flow_cancel_requested', flow_id, f, 'cp', policy, 'r', reason)
-  if flow_cancel.strength(policy) == 1 then return 0 end
+  if flow_cancel.strength(policy) == 1 and not f.subflows then return 0 end
   server.call('ZADD', K.index(c.tag, 'cancel_backlog'), c:after(grace), flow_id)
   local _, _, left = flow_cancel.drain(c, flow_id)
   return left

@@ -27,6 +27,9 @@ end
 function graph.add_member(c, flow_id, f, id, rec)
   grow(c, flow_id, f, 'node_count')
   c:zadd(K.members(c.tag, flow_id), f.node_count, id)
+  if f.parent_execution_id and not rec.out then
+    server.call('ZADD', K.exits(c.tag, flow_id), f.node_count, id)
+  end
   flow.count(c, flow_id, nil, rec.state)
   c.upstreams = c.upstreams or {}
   c.upstreams[id] = { flow_id = flow_id, rank = tonumber(rec.rank or 0), out = rec.out,
@@ -76,6 +79,7 @@ function graph.add_edge(c, flow_id, f, id, each, state)
   server.call('ZADD', K.out(c.tag, flow_id, up_id), f.edge_count, edge_id .. ' ' .. edges.uuid_of(id))
   if not up.out then
     up.out = '1'
+    if f.parent_execution_id then server.call('ZREM', K.exits(c.tag, flow_id), up_id) end
     server.call('HSET', K.core(c.tag, up_id), 'out', '1')
   end
   return e, up

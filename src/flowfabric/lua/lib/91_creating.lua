@@ -148,7 +148,13 @@ local function specify_member(c, rec, opts, set)
   elseif f.held_from then
     rec.state = S.held('f')
     set('blocking_detail', 'flow held')
+  elseif subflows.is_node(rec) and S.is_eligible(rec.state) then
+    local why
+    rec.state, why = subflows.state(rec, 'f')
+    set('blocking_detail', why)
+    set('subflow_open', '1')
   end
+  if subflows.is_node(rec) and not f.subflows then flow.set(c, opts.flow, 'subflows', '1') end
 end
 
 local function specify(c, rec, lane, namespace, encoding, opts, policy)
@@ -228,7 +234,7 @@ function creating.create(c, id, kind, payload, encoding, opts)
   local policy = accepted(c, lane, opts)
   local f = opts.flow and flow_of(c, namespace, opts)
 
-  local rec = { state = S.NEW, lane_id = lane, created_at = values.text(c.now) }
+  local rec = { state = S.NEW, lane_id = lane, created_at = values.text(c.now), execution_kind = kind }
   local fields = plain_fields(encoding)
   if opts ~= NONE then fields = specify(c, rec, lane, namespace, encoding, opts, policy) end
   server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'execution_kind', kind,

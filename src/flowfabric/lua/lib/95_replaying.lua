@@ -98,6 +98,7 @@ function replaying.run_again(c, id, rec, how, upstream)
     record.clear(c, id, rec, 'decided_at', 'decided_by', 'siblings', 'sibling_scan')
   end
   archive(c, id, rec)
+  if subflows.is_node(rec) then subflows.prepare_replay(c, id, rec) end
   server.call('DEL', K.result(c.tag, id))
   if not keeps_steps then server.call('DEL', K.steps(c.tag, id)) end
   record.clear(c, id, rec, 'completed_at', 'failure_reason', 'failure_category',
@@ -120,7 +121,8 @@ function replaying.run_again(c, id, rec, how, upstream)
   end
   c:zrem(K.lane(c.tag, rec.lane_id, 'terminal'), id)
   local blocked = waits and g.state ~= 's'
-  local state = blocked and S.waiting_children('p') or S.eligible('p')
+  local is_node = subflows.is_node(rec)
+  local state = (blocked or is_node) and S.waiting_children('p') or S.eligible('p')
   record.transition(c, id, rec, state, unpack(fields))
   waiting.enter(c, id, rec)
   local details = { 'b', waits and 'skipped_flow_member' or 'normal', 'rc', count + 1 }
@@ -128,6 +130,7 @@ function replaying.run_again(c, id, rec, how, upstream)
   values.add(details, 'r', how.reason)
   events.emit(c, 'replayed', id, rec, unpack(details))
   if not blocked then
+    if is_node then return flow.move_on(c, id, rec) end
     waiting.ring(c, rec)
     return
   end
@@ -140,7 +143,7 @@ local HOW = { reason = 'upstream replayed', requested_by = '' }
 -- Reopens one child of a member that runs again, if it has ended; returns its record then.
 local function reopen_child(c, id, upstream, all)
   local rec = record.checked(c, id)
-  if rec and S.is_blocked_by_dependencies(rec.state) then
+  if rec and S.is_blocked_by_dependencies(rec.state) and not rec.subflow_open then
     -- Another upstream reopened it before: it waits for the new run of this one, too.
     local g, opened = open_edges(c, id, rec, upstream)
     if #opened > 0 then record.set(c, id, rec, 'deps', edges.group_text(g)) end
@@ -191,24 +194,28 @@ function replaying.reopen(c, work, all)
   return count
 end
 
-local FAILED = { f = true, x = true }
-local UNSUCCESSFUL = { f = true, x = true, c = true }
+local ENDED = {
+  f = { f = true, x = true },
+  a = { f = true, x = true, c = true },
+  w = { s = true, f = true, x = true, c = true, k = true },
+}
+local PREFIX = { f = 'p', a = 'P', w = 'w' }
 local BY_FLOW = { reason = 'flow replayed', requested_by = '' }
 
--- Replays one member of a flow, if it ended so; true if it runs again.
-function replaying.member(c, id, all)
+-- Replays one member of a flow, if `which` means it; true if it runs again.
+function replaying.member(c, id, which)
   local rec = record.checked(c, id)
   local ended = rec and S.is_terminal(rec.state) and S.outcome(rec.state)
-  if not ended or not (all and UNSUCCESSFUL or FAILED)[ended] then return false end
+  if not ended or not ENDED[which][ended] or which == 'w' and rec.deps then return false end
   if replaying.problem(c, id, rec) then return false end
   replaying.run_again(c, id, rec, BY_FLOW)
   return true, rec
 end
 
--- Replays members of a flow that failed or, with `all`, that ended without success, and reopens what
--- was skipped after them, as far as the call reaches; the rest stays in `replay_backlog`. Returns how
+-- Replays members of a flow, and reopens what was skipped after them: `f`: those that failed, `a`:
+-- those that ended without success, `w`: the whole flow from its roots. As far as the call reaches; the rest stays in `replay_backlog`. Returns how
 -- many were replayed and reopened, and whether some are left.
-function replaying.flow(c, flow_id, from, all)
+function replaying.flow(c, flow_id, from, which)
   local key, backlog = K.members(c.tag, flow_id), K.index(c.tag, 'replay_backlog')
   local replayed, reopened, last = 0, 0, false
   while not last and cascade.room(c) > 0 do
@@ -217,22 +224,29 @@ function replaying.flow(c, flow_id, from, all)
       'WITHSCORES')
     for i = 1, #page, 2 do
       local id, rec = page[i], nil
-      local name = table.concat({ all and 'P' or 'p', flow_id, edges.uuid_of(id) }, '|')
+      local name = table.concat({ PREFIX[which], flow_id, edges.uuid_of(id) }, '|')
       local done = cascade.unit(c, name, function()
         local again
-        again, rec = replaying.member(c, id, all)
+        again, rec = replaying.member(c, id, which)
         return again
       end)
       if done then replayed = replayed + 1 end
-      if rec and rec.out then reopened = reopened + replaying.reopen(c, { { id = id, rec = rec } }) end
+      if rec and rec.out then
+        reopened = reopened + replaying.reopen(c, { { id = id, rec = rec } }, which == 'w')
+      end
       from = page[i + 1]
     end
     last = #page < 2 * limit
   end
   if last then
     server.call('HDEL', backlog, flow_id)
+    if flow.read(c, flow_id).replaying then
+      -- If no member runs again, the flow has finished once more.
+      flow.clear(c, flow_id, 'replaying')
+      flow.tally(c, flow_id)
+    end
   else
-    server.call('HSET', backlog, flow_id, (all and 'a ' or 'f ') .. from)
+    server.call('HSET', backlog, flow_id, which .. ' ' .. from)
     cascade.counts(c).pending = 1
   end
   return replayed, reopened, not last

@@ -29,9 +29,13 @@ end
 -- Whether a member must stay: a child of it has not ended, or does not know of its end. The children
 -- are looked at again later, from the first that had not ended.
 function flow_purging.is_needed(c, id, rec)
-  if not rec.flow_id or not rec.out then return false end
+  if not rec.flow_id then return false end
   local from, all = rec.children_ended, false
-  if not is_cascading(c, id, rec) then from, all = past_ended(c, id, rec) end
+  if not rec.out then
+    -- The parent of the flow gets its result when the flow finishes.
+    local f = flow.read(c, rec.flow_id)
+    all = not f or not f.parent_execution_id or f.finished_at or f.deleting
+  elseif not is_cascading(c, id, rec) then from, all = past_ended(c, id, rec) end
   if all then return false end
   if from and from ~= rec.children_ended then record.set(c, id, rec, 'children_ended', from) end
   record.set(c, id, rec, 'kept_until', values.text(c:after(AGAIN_MS)))
@@ -75,7 +79,8 @@ function flow_purging.step(c, flow_id)
   if #ids == MEMBERS then return false end
   forget_poison(c, flow_id)
   server.call('UNLINK', K.flow(c.tag, flow_id), K.flow_tags(c.tag, flow_id),
-    K.edges(c.tag, flow_id), K.held(c.tag, flow_id), K.members(c.tag, flow_id))
+    K.edges(c.tag, flow_id), K.held(c.tag, flow_id), K.members(c.tag, flow_id),
+    K.exits(c.tag, flow_id))
   for _, name in ipairs({ 'flow_index', 'cancel_backlog', 'release_backlog' }) do
     server.call('ZREM', K.index(c.tag, name), flow_id)
   end

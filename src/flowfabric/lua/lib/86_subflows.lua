@@ -1,0 +1,220 @@
+-- Subflows. A member of kind `subflow` owns a flow and ends when that flow finishes; no worker ever
+-- claims it. Its record names the flow (`subflow`: id, then the tag if it is another one) and says
+-- whether its own dependencies are met (`subflow_open`); the flow's record names the member
+-- (`parent_execution_id`) and says whether it waits for it (`awaits_parent`). Between partitions the
+-- two sides leave messages in `subflow_outbox`, which stay until they are delivered.
+
+local MAX_DEPTH = 16
+-- What a result may join: more exit nodes, or more bytes, and the member has no result.
+local MAX_EXITS, MAX_BYTES = 1000, 4194304
+
+function subflows.is_node(rec) return rec.execution_kind == 'subflow' end
+
+local function owned(rec)
+  local flow_id, tag = string.match(rec.subflow or '', '^(%S+) ?(%S*)$')
+  return flow_id, tag ~= '' and tag or nil
+end
+
+-- Leaves a message: a list of texts as JSON, a newline, and bytes.
+local function post(c, kind, flow_id, parts, bytes)
+  server.call('HSET', K.index(c.tag, 'subflow_outbox'), kind .. '|' .. flow_id,
+    cjson.encode(parts) .. '\n' .. (bytes or ''))
+  cascade.counts(c).pending = 1
+end
+
+-- The member that a flow is submitted for, and how deep the flow nests; ends the call if it cannot
+-- own the flow.
+function subflows.parent(c, id, flow_id, namespace)
+  local rec = record.checked(c, id)
+  local f = rec and rec.flow_id and flow.read(c, rec.flow_id)
+  if not rec or f and not flow.is_shown(f) then reply.refuse('execution_not_found', id) end
+  if not f or not subflows.is_node(rec) then
+    reply.refuse('invalid_input', 'parent_execution_id: is not a member of kind subflow')
+  end
+  if flow.is_cancelled(f) then reply.refuse('flow_already_terminal', rec.flow_id) end
+  if S.is_terminal(rec.state) then reply.refuse('terminal', id) end
+  if rec.namespace ~= namespace then
+    reply.refuse('invalid_input', 'namespace: the parent is in ' .. rec.namespace)
+  end
+  local other = owned(rec)
+  if other and other ~= flow_id then
+    reply.refuse('flow_submission_conflict', 'the parent owns the flow ' .. other)
+  end
+  local depth = flow.number(f, 'depth') + 1
+  if depth > MAX_DEPTH then
+    reply.refuse('invalid_input', 'parent_execution_id: subflows nest at most '
+      .. MAX_DEPTH .. ' deep')
+  end
+  return rec, depth
+end
+
+-- Makes the member own the flow. `tag`: that of the flow, if it is another one.
+function subflows.attach(c, id, rec, flow_id, tag)
+  if rec.subflow then return end
+  record.set(c, id, rec, 'subflow', tag and flow_id .. ' ' .. tag or flow_id)
+  if rec.subflow_open then record.set(c, id, rec, 'blocking_detail', 'subflow') end
+end
+
+-- Lets a flow run whose parent no longer waits.
+function subflows.begin(c, flow_id)
+  local f = flow.read(c, flow_id)
+  if not f or not f.awaits_parent then return end
+  flow.clear(c, flow_id, 'awaits_parent')
+  if not f.hold and not flow.is_cancelled(f) then flow.release(c, flow_id) end
+end
+
+-- Asks the parent of a submitted flow in another partition whether the flow may run.
+function subflows.ask_parent(c, flow_id, f)
+  post(c, 'h', flow_id, { f.parent_execution_id, f.namespace })
+end
+
+-- Has a finished flow run again: `a`: what did not succeed, `w`: all of it; the drain replays its
+-- members. The flow does not finish before that is done.
+function subflows.rerun(c, flow_id, which)
+  local f = flow.read(c, flow_id)
+  if not f or flow.is_cancelled(f) or not flow.is_shown(f) then return false end
+  flow.set(c, flow_id, 'replaying', '1')
+  if f.finished_at then flow.clear(c, flow_id, 'finished_at') end
+  server.call('HSET', K.index(c.tag, 'replay_backlog'), flow_id, which .. ' 0')
+  cascade.counts(c).pending = 1
+  return true
+end
+
+-- The member waits for its flow alone from now on.
+function subflows.open(c, id, rec)
+  if rec.subflow_open then return end
+  record.set(c, id, rec, 'subflow_open', '1')
+  local flow_id, tag = owned(rec)
+  local again = rec.subflow_again
+  record.clear(c, id, rec, 'subflow_again')
+  if not flow_id then return end
+  if tag then return post(c, 's', flow_id, { tag, id, again or '' }) end
+  if not again then return subflows.begin(c, flow_id) end
+  if not subflows.rerun(c, flow_id, again) then subflows.detach(c, id, rec) end
+end
+
+-- The flow is gone: another one may take its place.
+function subflows.detach(c, id, rec)
+  record.clear(c, id, rec, 'subflow', 'subflow_again')
+  if rec.subflow_open then record.set(c, id, rec, 'blocking_detail', 'no subflow') end
+end
+
+-- The state of a member whose dependencies are met, and why it waits.
+function subflows.state(rec, attempt)
+  return S.waiting_children(attempt), rec.subflow and 'subflow' or 'no subflow'
+end
+
+-- Cancels the flow of a member.
+function subflows.cancel(c, rec, policy, reason)
+  local flow_id, tag = owned(rec)
+  if tag then return post(c, 'c', flow_id, { tag, policy, reason }) end
+  local f = flow.read(c, flow_id)
+  if not f or f.finished_at then return end
+  local before = flow.is_cancelled(f) and flow_cancel.strength(f.cancellation_policy) or 0
+  if flow_cancel.strength(policy) > before then
+    flow_cancel.flip(c, flow_id, policy, reason, 0)
+  end
+end
+
+-- The member ended on its own: its flow is of no more use.
+function subflows.abandon(c, rec)
+  if rec.flow_ended then return end
+  subflows.cancel(c, rec, 'cancel_all',
+    rec.cancellation_reason or 'parent_' .. S.outcome_name(rec.state))
+end
+
+-- What a member that runs again does with its flow: a flow that succeeded runs again, of one that
+-- failed what did not succeed; one that was cancelled stays so, and another one takes its place.
+function subflows.prepare_replay(c, id, rec)
+  record.clear(c, id, rec, 'subflow_open')
+  local outcome = S.outcome(rec.state)
+  if not rec.subflow then return end
+  if outcome == 's' or outcome == 'f' then
+    record.set(c, id, rec, 'subflow_again', outcome == 's' and 'w' or 'a')
+  else
+    subflows.detach(c, id, rec)
+  end
+end
+
+local function bin(bytes)
+  local n = #bytes
+  return string.char(0xc6, math.floor(n / 16777216), math.floor(n / 65536) % 256,
+    math.floor(n / 256) % 256, n % 256) .. bytes
+end
+
+-- Results by key as one: a JSON object if all are JSON, or a msgpack map of bytes.
+local function joined(found, all_json)
+  local parts = {}
+  for i, each in ipairs(found) do
+    local empty = not each.result or all_json and each.result == ''
+    if all_json then
+      parts[i] = cjson.encode(each.key) .. ':' .. (empty and 'null' or each.result)
+    else
+      parts[i] = cmsgpack.pack(each.key) .. (empty and '\192' or bin(each.result))
+    end
+  end
+  if all_json then return '{' .. table.concat(parts, ',') .. '}', 'json' end
+  return string.char(0xde, math.floor(#found / 256), #found % 256) .. table.concat(parts), 'msgpack'
+end
+
+-- What the members without children returned, and its encoding: bytes as they are if there is one,
+-- else by key; nil if there are too many, or too much.
+local function results(c, flow_id)
+  local ids = server.call('ZRANGE', K.exits(c.tag, flow_id), 0, MAX_EXITS)
+  if #ids > MAX_EXITS then return nil end
+  local found, all_json, bytes = {}, true, 0
+  for _, id in ipairs(ids) do
+    local rec = server.call('HMGET', K.core(c.tag, id), 'state', 'node', 'result_encoding')
+    if rec[1] and S.is_success(rec[1]) then
+      local result = server.call('GET', K.result(c.tag, id)) or nil
+      found[#found + 1] = { key = rec[2] or id, result = result, encoding = rec[3] or '' }
+      all_json = all_json and (not result or rec[3] == 'json')
+      bytes = bytes + (result and #result or 0)
+    end
+  end
+  if bytes > MAX_BYTES or #found == 0 then return nil end
+  if #ids == 1 then return found[1].result, found[1].encoding end
+  return joined(found, all_json)
+end
+
+local function failure(flow_id, f)
+  local counts = {}
+  for _, state in ipairs({ 'failed', 'expired', 'cancelled', 'skipped' }) do
+    local count = flow.number(f, 'members_' .. state)
+    if count > 0 then counts[#counts + 1] = values.text(count) .. ' ' .. state end
+  end
+  return 'Subflow ' .. flow_id .. ' failed: ' .. table.concat(counts, ', ')
+end
+
+-- Ends a member as its flow finished: completed, failed or cancelled; `gone` if there is no flow.
+function subflows.finish_parent(c, id, flow_id, state, reason, encoding, result)
+  local rec = record.checked(c, id)
+  if not rec or S.is_terminal(rec.state) or owned(rec) ~= flow_id then return end
+  if state == 'gone' then return subflows.detach(c, id, rec) end
+  rec.flow_ended = true
+  if state == 'cancelled' then return ending.cancel(c, id, rec, 'flow_cascade', reason) end
+  local fields = {}
+  if state == 'failed' then
+    values.append(fields, { 'failure_reason', reason, 'ended_by', 'subflow' })
+    return ending.finish(c, id, rec, { outcome = 'f', reason = 'failed_terminal', fields = fields })
+  end
+  values.add(fields, 'result_encoding', encoding)
+  ending.finish(c, id, rec, { outcome = 's', reason = 'completed', fields = fields, result = result })
+end
+
+-- Tells the parent of a flow that it finished.
+function subflows.finished(c, flow_id, f, state)
+  local id = f.parent_execution_id
+  local reason, result, encoding = '', nil, nil
+  if flow.ends_members(f) then
+    state, reason = 'cancelled', f.cancel_reason
+  elseif state == 'failed' then
+    reason = failure(flow_id, f)
+  else
+    result, encoding = results(c, flow_id)
+  end
+  if string.sub(id, 1, #c.tag) ~= c.tag then
+    return post(c, 'f', flow_id, { id, state, reason, encoding or '', result and '1' or '0' }, result)
+  end
+  subflows.finish_parent(c, id, flow_id, state, reason, encoding, result)
+end
