@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from flowfabric.app.calls import IdempotencyConflict, SubmitManyError
     from flowfabric.app.context import Context, SyncContext
     from flowfabric.app.fabric import Fabric, SyncFabric
+    from flowfabric.app.flow import Flow, FlowBuilder, SyncFlow, SyncFlowBuilder
+    from flowfabric.app.flow_views import FlowFailed, GraphView, NodeChange
+    from flowfabric.app.graphs import FutureValue, Node, any_of, gather, quorum
     from flowfabric.app.run import Run, SyncRun, UnexpectedResult
     from flowfabric.app.tasks import Task
     from flowfabric.app.waits import Signal, WaitTimeout
@@ -59,6 +62,9 @@ _HOMES = (
     ("app.calls", "IdempotencyConflict SubmitManyError"),
     ("app.context", "Context SyncContext"),
     ("app.fabric", "Fabric SyncFabric"),
+    ("app.flow", "Flow FlowBuilder SyncFlow SyncFlowBuilder"),
+    ("app.flow_views", "FlowFailed GraphView NodeChange"),
+    ("app.graphs", "FutureValue Node any_of gather quorum"),
     ("app.run", "Run SyncRun UnexpectedResult"),
     ("app.tasks", "Task"),
     ("app.waits", "Signal WaitTimeout"),
@@ -78,14 +84,14 @@ _HOME_OF = {name: f"flowfabric.{home}" for home, names in _HOMES for name in nam
 
 __all__: list[str] = ["AllOf", "Client", "CompletionEvent", "ConfigError", "Context", "Count"]
 __all__ += ["CountKind", "EngineError", "Event", "EventFilter", "ExecutionCancelled"]
-__all__ += ["ExecutionExpired", "ExecutionFailed", "ExponentialBackoff", "Fabric"]
-__all__ += ["FixedBackoff", "FlowFabricError"]
-__all__ += ["IdempotencyConflict", "LeaseEvent", "LeaseLost", "NotFinished", "OperatorOnly"]
-__all__ += ["PayloadMismatch", "PermanentError", "Retry", "RetryableError", "Run", "RunError"]
-__all__ += ["Signal", "SignalEvent", "Single", "SubmitManyError", "SyncClient"]
-__all__ += ["SyncContext", "SyncFabric", "SyncRun", "Task", "TimeoutOnly", "TransportError"]
-__all__ += ["UnexpectedResult", "Wait", "WaitTimeout", "Worker", "WorkerConfig", "WorkerEvent"]
-__all__ += ["__version__"]
+__all__ += ["ExecutionExpired", "ExecutionFailed", "ExponentialBackoff", "Fabric", "FixedBackoff"]
+__all__ += ["Flow", "FlowBuilder", "FlowFabricError", "FlowFailed", "FutureValue", "GraphView"]
+__all__ += ["IdempotencyConflict", "LeaseEvent", "LeaseLost", "Node", "NodeChange", "NotFinished"]
+__all__ += ["OperatorOnly", "PayloadMismatch", "PermanentError", "Retry", "RetryableError", "Run"]
+__all__ += ["RunError", "Signal", "SignalEvent", "Single", "SubmitManyError", "SyncClient"]
+__all__ += ["SyncContext", "SyncFabric", "SyncFlow", "SyncFlowBuilder", "SyncRun", "Task"]
+__all__ += ["TimeoutOnly", "TransportError", "UnexpectedResult", "Wait", "WaitTimeout", "Worker"]
+__all__ += ["WorkerConfig", "WorkerEvent", "__version__", "any_of", "gather", "quorum"]
 
 
 def __dir__() -> list[str]:

@@ -114,6 +114,11 @@ class Arguments:
         problem = " and ".join(problems) or f"does not accept this call: {error}"
         return invalid_input("arguments", f"{self._name}() {problem}.")
 
+    @property
+    def names(self) -> list[str]:
+        """The parameters of a submission, in order."""
+        return list(self._types)
+
     def convert(self, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Decoded JSON as the declared types: dataclasses, models, datetimes, sets, …"""
         types = self._types

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, overload
 import msgspec
 
 from flowfabric.app import codec
+from flowfabric.app.inputs import Inputs
 from flowfabric.app.waits import (
     Limit,
     Names,
@@ -79,6 +80,19 @@ class HandlerInfo:
     def tags(self) -> Mapping[str, str]:
         """The tags at claim time."""
         return self._task.tags
+
+    @property
+    def flow_id(self) -> str | None:
+        """The flow that this execution belongs to; None without one."""
+        return self._task.claim.flow_id
+
+    @property
+    def inputs(self) -> Inputs:
+        """The results that nodes before this one passed to it, by name.
+
+        >>> ctx.inputs.get("photo", Photo)
+        """
+        return Inputs(self._task.claim.inputs)
 
     @property
     def lease_healthy(self) -> bool:

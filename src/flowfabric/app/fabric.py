@@ -2,7 +2,7 @@
 
 import asyncio
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, Self, TypeVar, Unpack, cast, overload
 
 from flowfabric.app.calls import (
@@ -16,8 +16,16 @@ from flowfabric.app.calls import (
     payloads_of,
     refusal,
 )
+from flowfabric.app.flow import Flow, FlowBuilder, SyncFlow, SyncFlowBuilder
 from flowfabric.app.run import Run, SyncRun
-from flowfabric.app.tasks import SubmitOptions, Task, TaskDecorator, TaskFunction, shared_fields
+from flowfabric.app.tasks import (
+    SubmitOptions,
+    Task,
+    TaskDecorator,
+    TaskFunction,
+    as_task,
+    shared_fields,
+)
 from flowfabric.app.worker import AppWorker, SyncAppWorker
 from flowfabric.core.closing import AsyncClosing, Closing
 from flowfabric.core.contracts.executions import Created, CreateOutcome
@@ -113,7 +121,7 @@ class Fabric(AsyncClosing):
         >>> run = await app.submit(greet, "Ada")
         >>> run = await app.submit(greet.options(idempotency_key="greet-ada"), "Ada")
         """
-        task = self._task(task)
+        task = as_task(self, task)
         payload = task.encode(args, kwargs)
         client = await self.client()
         [execution_id] = client.mint(task.lane, 1)
@@ -146,7 +154,7 @@ class Fabric(AsyncClosing):
 
         >>> runs = await app.submit_many(greet, [["Ada"], ["Grace"]])
         """
-        task = self._task(task)
+        task = as_task(self, task)
         if task.key:
             problem = "A batch cannot share one key. Pass idempotency_keys=, one per call."
             raise invalid_input("idempotency_key", problem)
@@ -172,14 +180,6 @@ class Fabric(AsyncClosing):
             raise SubmitManyError({}, {}, unsure) from error
         return created(new, outcomes, lambda outcome: self._run(task, outcome))
 
-    def _task(self, task: object) -> Task[..., Any]:
-        if isinstance(task, Task):
-            return cast("Task[..., Any]", task)
-        if isinstance(task, str):
-            return self.named(task)
-        problem = f"must be a task or its name, got {task!r}. Decorate the function with @app.task."
-        raise invalid_input("task", problem)
-
     def _run(self, task: Task[..., Any], outcome: CreateOutcome) -> Run[Any]:
         known = not isinstance(outcome, Created)
         return Run(self.client, outcome.execution_id, task.returns, task.name, duplicate=known)
@@ -200,8 +200,34 @@ class Fabric(AsyncClosing):
         >>> run = app.get_run(stored_id, greet)
         >>> print(await run.result(timeout="5s"))
         """
-        known = self._task("" if task is None else task)
+        known = as_task(self, "" if task is None else task)
         return Run(self.client, parse_name(execution_id), known.returns, known.name)
+
+    def flow(
+        self,
+        kind: str,
+        *,
+        tags: Mapping[str, str] | None = None,
+        namespace: str | None = None,
+        flow_id: str | None = None,
+    ) -> FlowBuilder:
+        """A graph of tasks to build and submit as one flow of this kind.
+
+        With a `flow_id`, a UUID, the same graph is submitted once however often this runs.
+
+        >>> flow = app.flow("thumbnails", tags={"shop.order": "17"})
+        >>> photo = flow.add(fetch, "https://example.org/cat.png")
+        >>> flow.add(resize, photo, width=300)
+        >>> print(await (await flow.submit()).result(timeout="1m"))
+        """
+        return FlowBuilder(self, kind, tags, namespace, flow_id)
+
+    def get_flow(self, flow_id: str) -> Flow:
+        """A handle on a flow by its id. This sends nothing: the first call looks the flow up.
+
+        >>> print(await app.get_flow(stored_id).graph())
+        """
+        return Flow(self, flow_id)
 
     def worker(
         self,
@@ -326,6 +352,21 @@ class SyncFabric(SyncTwin[Fabric], Closing):
 
     def _handle(self, run: Run[R]) -> SyncRun[R]:
         return SyncRun(run, self._portal)
+
+    def flow(
+        self,
+        kind: str,
+        *,
+        tags: Mapping[str, str] | None = None,
+        namespace: str | None = None,
+        flow_id: str | None = None,
+    ) -> SyncFlowBuilder:
+        """A graph of tasks to build and submit as one flow, as `Fabric.flow` does."""
+        return SyncFlowBuilder(self._target, self._portal, kind, tags, namespace, flow_id)
+
+    def get_flow(self, flow_id: str) -> SyncFlow:
+        """A handle on a flow by its id."""
+        return SyncFlow(self._target.get_flow(flow_id), self._portal)
 
     named = blocking(Fabric.named)
     worker = blocking(Fabric.worker, SyncAppWorker)

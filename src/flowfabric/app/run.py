@@ -53,6 +53,16 @@ class UnexpectedResult(FlowFabricError):
         )
 
 
+def decoded_result(
+    kind: str, execution_id: ExecutionId, stored: bytes | None, encoding: str, returns: Any
+) -> Any:
+    """A stored result as the type that its task returns."""
+    try:
+        return codec.decode(stored, encoding, returns)
+    except (msgspec.MsgspecError, TypeError, ValueError) as error:
+        raise UnexpectedResult(kind, execution_id, stored or b"", returns, str(error)) from error
+
+
 class Run(Generic[R_co]):
     """A handle on one execution: its state, result and output, and ways to act on it.
 
@@ -113,11 +123,8 @@ class Run(Generic[R_co]):
         `UnexpectedResult`.
         """
         outcome = await (await self._connect()).success(self.id, timeout)
-        try:
-            return codec.decode(outcome.result, outcome.result_encoding, self._returns)
-        except (msgspec.MsgspecError, TypeError, ValueError) as error:
-            about = self._kind, self.id, outcome.result or b"", self._returns, str(error)
-            raise UnexpectedResult(*about) from error
+        stored = outcome.result, outcome.result_encoding
+        return decoded_result(self._kind, self.id, *stored, self._returns)
 
     async def cancel(self, reason: str = "") -> None:
         """Cancel it; a running handler stops at its next lease renewal."""

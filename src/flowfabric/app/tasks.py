@@ -119,6 +119,24 @@ class Task(Generic[P, R_co]):
             args, kwargs = self._arguments.bind(args, kwargs)
         return codec.encode_call(args, kwargs)
 
+    def bind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[tuple[str, Any]], bool]:
+        """Each argument with its parameter's name, and whether they are sent by name.
+
+        Refuses a call that the task's function does not accept.
+        """
+        names: list[str] = []
+        if self._arguments is not None:
+            args, kwargs = self._arguments.bind(args, kwargs)
+            names = self._arguments.names
+        elif args and kwargs:
+            raise invalid_input("arguments", "pass them all by position or all by name")
+        if kwargs:
+            return list(kwargs.items()), True
+        names = [*names, *(f"argument_{n}" for n in range(len(names), len(args)))]
+        return list(zip(names, args, strict=False)), False
+
     def new_execution(self, execution_id: ExecutionId, payload: bytes) -> NewExecution:
         """One execution of this task, with its options."""
         return msgspec.structs.replace(
@@ -238,6 +256,16 @@ def _redefines(old: Any, new: Any) -> bool:
     # In one import of a module, a second definition is a mistake.
     spec = getattr(sys.modules.get(module), "__spec__", None)
     return not getattr(spec, "_initializing", False)
+
+
+def as_task(app: "Fabric", task: object) -> Task[..., Any]:
+    """The task, also if only its name is given."""
+    if isinstance(task, Task):
+        return typing.cast("Task[..., Any]", task)
+    if isinstance(task, str):
+        return app.named(task)
+    problem = f"must be a task or its name, got {task!r}. Decorate the function with @app.task."
+    raise invalid_input("task", problem)
 
 
 def shared_fields(name: str, **fields: Any) -> NewExecution:

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from flowfabric.app import codec
 from flowfabric.app.context import Context, SyncContext
+from flowfabric.app.inputs import REFERRING, decode_referring, missing_note
 from flowfabric.app.stopping import HandlerThreads, on_signals
 from flowfabric.app.tasks import TaskFunction
 from flowfabric.core.errors import ConfigError, LeaseLost, PayloadMismatch, ValidationError
@@ -123,7 +124,11 @@ class AppWorker:
 
         async def handle(claimed: ClaimedTask) -> tuple[bytes, str] | None:
             try:
-                args, kwargs = arguments.convert(*codec.decode_call(claimed.input_payload))
+                if claimed.payload_encoding == REFERRING:
+                    call_of = decode_referring(claimed.input_payload, claimed.claim.inputs)
+                else:
+                    call_of = codec.decode_call(claimed.input_payload)
+                args, kwargs = arguments.convert(*call_of)
                 if arguments.takes_context:
                     args.insert(0, make_context(claimed, runtime))
                 if task.is_async:
@@ -134,7 +139,8 @@ class AppWorker:
                     call = self._in_thread(claimed, functools.partial(function, *args, **kwargs))
             except (PayloadMismatch, ValueError, TypeError) as error:
                 category = PayloadMismatch.category
-                raise HandlerFailure(f"{task.name}: {error}", category) from error
+                note = missing_note(claimed.claim.inputs)
+                raise HandlerFailure(f"{task.name}: {error}{note}", category) from error
             try:
                 result = await call
             except Exception as error:

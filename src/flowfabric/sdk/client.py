@@ -6,11 +6,10 @@ import logging
 import weakref
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
-from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack
+from typing import Any, Literal, ParamSpec, Self, TypeVar, Unpack
 
 import msgspec
 
-from flowfabric.core.closing import ClosedOnce
 from flowfabric.core.contracts import executions, streams, suspension
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import (
@@ -35,6 +34,7 @@ from flowfabric.engine.api.suspensions import Suspensions
 from flowfabric.engine.api.waitpoints import Signals, Waitpoints
 from flowfabric.engine.valkey.connect import Place, open_backend
 from flowfabric.sdk import diagnosis
+from flowfabric.sdk.engine_calls import FlowCalls, engine_call
 from flowfabric.sdk.failures import StoredFailure
 from flowfabric.sdk.following import EventFeed, Tail
 from flowfabric.sdk.options import ExecutionOptions, SentSignal
@@ -146,21 +146,12 @@ _ERRORS: dict[PublicState, type[RunError]] = {
 }
 
 
-def _engine_call(
-    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]],
-) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
-    """A method of the client that is one of the engine, where `Signals` is `backend.signals`."""
-    concern, name = method.__qualname__.split(".")
-    concern = concern.lower()
-
-    @functools.wraps(method)
-    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]:
-        return getattr(getattr(self.backend, concern), name)(*args, **kwargs)
-
-    return call
+def run_error(info: executions.ExecutionInfo) -> RunError:
+    """The error of an execution that has no result."""
+    return _ERRORS.get(info.public_state, NotFinished)(info)
 
 
-class Client(Subscriptions, ClosedOnce):
+class Client(FlowCalls, Subscriptions):
     """Submits work and follows it. Async; `SyncClient` is the same for ordinary code.
 
     >>> async with await Client.connect("valkey://127.0.0.1:6379") as client:
@@ -208,24 +199,24 @@ class Client(Subscriptions, ClosedOnce):
         new = self.new_execution(kind, payload, **options)
         return await self.backend.executions.create_execution(new)
 
-    submit_many = _engine_call(Executions.create_many)
-    inspect = _engine_call(Reads.describe_execution)
-    replay = _engine_call(Executions.replay_execution)
-    purge = _engine_call(Executions.purge_execution)
-    revoke_lease = _engine_call(Leases.revoke_lease)
-    change_priority = _engine_call(Executions.change_priority)
-    list = _engine_call(Listings.list_executions)
-    deliver_signal = _engine_call(Signals.deliver_signal)
-    verify_and_deliver = _engine_call(Signals.verify_and_deliver)
-    read_waitpoint_token = _engine_call(Signals.read_waitpoint_token)
-    list_pending_waitpoints = _engine_call(Waitpoints.list_pending_waitpoints)
-    close_waitpoint = _engine_call(Waitpoints.close_waitpoint)
-    resume = _engine_call(Suspensions.resume_execution)
-    list_suspended = _engine_call(Suspensions.list_suspended)
-    rotate_waitpoint_hmac_secret_all = _engine_call(Secrets.rotate_waitpoint_hmac_secret_all)
-    list_waitpoint_hmac_kids = _engine_call(Secrets.list_waitpoint_hmac_kids)
-    read_stream = _engine_call(Streams.read_stream)
-    read_summary = _engine_call(Streams.read_summary)
+    submit_many = engine_call(Executions.create_many)
+    inspect = engine_call(Reads.describe_execution)
+    replay = engine_call(Executions.replay_execution)
+    purge = engine_call(Executions.purge_execution)
+    revoke_lease = engine_call(Leases.revoke_lease)
+    change_priority = engine_call(Executions.change_priority)
+    list = engine_call(Listings.list_executions)
+    deliver_signal = engine_call(Signals.deliver_signal)
+    verify_and_deliver = engine_call(Signals.verify_and_deliver)
+    read_waitpoint_token = engine_call(Signals.read_waitpoint_token)
+    list_pending_waitpoints = engine_call(Waitpoints.list_pending_waitpoints)
+    close_waitpoint = engine_call(Waitpoints.close_waitpoint)
+    resume = engine_call(Suspensions.resume_execution)
+    list_suspended = engine_call(Suspensions.list_suspended)
+    rotate_waitpoint_hmac_secret_all = engine_call(Secrets.rotate_waitpoint_hmac_secret_all)
+    list_waitpoint_hmac_kids = engine_call(Secrets.list_waitpoint_hmac_kids)
+    read_stream = engine_call(Streams.read_stream)
+    read_summary = engine_call(Streams.read_summary)
 
     async def wait(self, execution_id: ExecutionId, timeout: Duration | None = None) -> Outcome:
         """Wait until the execution has ended, without polling."""
@@ -359,7 +350,7 @@ class Client(Subscriptions, ClosedOnce):
         info, result = await self.backend.reads.read_outcome(execution_id)
         if info.public_state is PublicState.COMPLETED:
             return result
-        raise _ERRORS.get(info.public_state, NotFinished)(info)
+        raise run_error(info)
 
     async def cancel(self, execution_id: ExecutionId, reason: str = "") -> executions.Cancelled:
         """Cancel from any phase; a running handler learns of it with its next renewal."""

@@ -205,7 +205,7 @@ class ValkeyExecutions(api.Executions):
                 for position, answer in zip(part, reply[2], strict=True):
                     execution_id = items[position].handle.execution_id
                     outcomes[position] = _completion_error(answer, execution_id)
-            self._drains.note(tag, reply[5:] if claim and part is parts[-1] else reply[3:])
+            self._drains.note(tag, reply[6:] if claim and part is parts[-1] else reply[3:])
         return reply
 
     async def fail_execution(

@@ -61,5 +61,5 @@ register('ff_complete', function(keys, args)
   for _, bell in pairs(released) do
     if left > 0 or bell.lane ~= want.lane then c:ring(bell.lane, bell.task) end
   end
-  return reply.ok(replies, rows, left, unknown, cascade.told(c))
+  return reply.ok(replies, rows, left, unknown or false, cascade.told(c))
 end, { 'allow-oom' })
