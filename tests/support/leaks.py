@@ -16,6 +16,10 @@ _EXECUTION_PARTS = re.compile(
     r"|suspension:current(:satisfied_set(:signals)?)?|suspension:met|waitpoints(:pending)?|signals"
     r"|\d+(:summary|:meta|:closed)?)$"
 )
+_FLOW = re.compile(
+    r"^(?P<flow>ff:flow:\{fp:\d+\}:[0-9a-f-]{36}):"
+    rf"(core|members|tags|edges|held|exits|(in|out):(?P<id>{_ID}))$"
+)
 _WAITPOINT = re.compile(r"^(?P<record>ff:wp:\{fp:\d+\}:[0-9a-f-]{36})(:signals)?$")
 _SIGNAL = re.compile(rf"^(?P<record>ff:signal:(?P<id>{_ID}):[0-9a-f-]{{36}})(:payload)?$")
 _INDEX = re.compile(
@@ -26,7 +30,7 @@ _INDEX = re.compile(
     r"|blocked:\w+|claimed:.+))$"
 )
 _OTHER = re.compile(
-    r"^(ff:flow:\{fp:\d+\}:[0-9a-f-]{36}:(core|members|tags|edges|held|exits|(in|out):.+)|ff:config:partitions|ff:idx:(lanes|namespaces|partitions|\{ff:idx:lanes\}:places)|ff:lane:.+:config"
+    r"^(ff:config:partitions|ff:idx:(lanes|namespaces|partitions|\{ff:idx:lanes\}:places)|ff:lane:.+:config"
     r"|ff:sec:\{fp:\d+\}:waitpoint_hmac|ff:sigdedup:.+"
     r"|ff:part:\{fp:\d+\}:(events|(sub|members|start):.+)|ff:wake:.+|ff:idem:.+"
     r"|ff:worker:\{.+\}:(events|.+:(alive|caps))|ff:idx:\{.+\}:workers|ff:leader:.+)$"
@@ -73,6 +77,8 @@ async def find_leaks(backend: ValkeyBackend) -> list[str]:
         elif owned := _SIGNAL.match(name):
             if owned["record"] not in known or not _has_record(known, owned["id"]):
                 problems.append(f"signal key without an owner: {name}")
+        elif owned := _FLOW.match(name):
+            problems += _unowned_of_flow(known, name, owned["flow"], owned["id"])
         elif not _INDEX.match(name) and not _OTHER.match(name):
             problems.append(f"unknown key: {name}")
         if _MUST_EXPIRE.search(name):
@@ -87,6 +93,14 @@ async def find_leaks(backend: ValkeyBackend) -> list[str]:
 def _has_record(known: set[str], execution_id: str) -> bool:
     tag = execution_id.partition("}")[0] + "}"
     return f"ff:exec:{tag}:{execution_id}:core" in known
+
+
+def _unowned_of_flow(known: set[str], name: str, flow: str, member: str | None) -> list[str]:
+    if f"{flow}:core" not in known:
+        return [f"key of a flow without a record: {name}"]
+    if member and not _has_record(known, member):
+        return [f"edges of an execution without a record: {name}"]
+    return []
 
 
 async def _unowned_waitpoint(
