@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pty
 import re
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from flowfabric.core.contracts.flows import AnyOf, FlowGraph, GraphEdge, GraphNode, Quorum
 from flowfabric.core.ids import new_uuid
 from flowfabric.core.text import iso
-from tests.support.command import Cli, Done
+from tests.support.command import COMMAND, Cli, Done
 from tests.support.engine import Engine
 from tests.support.flows import TestFlow, graph, submitted
 
@@ -182,6 +184,42 @@ async def test_watch_prints_changes_until_the_flow_finishes(cli: Cli, engine: En
         done = await running.end()
     assert done.code == 0
     assert sum("a  completed" in line for line in done.lines) == 1
+
+
+async def test_watch_on_a_terminal_redraws_and_leaves_the_final_tree(
+    cli: Cli, engine: Engine
+) -> None:
+    flow = await submitted(engine, "a>b")
+    main, side = pty.openpty()
+    process = await asyncio.create_subprocess_exec(
+        COMMAND,
+        *("flow", "show", flow.flow_id, "--watch"),
+        env=cli.environment | {"TERM": "xterm-256color", "LINES": "20"},
+        cwd=cli.folder,
+        stdin=side,
+        stdout=side,
+        stderr=side,
+    )
+    os.close(side)
+
+    def until(part: bytes) -> None:
+        seen = b""
+        while part not in seen:
+            seen += os.read(main, 4096)
+
+    try:
+        async with asyncio.timeout(30):
+            await asyncio.to_thread(until, b"0 of 2 members ended")
+            await flow.end("a")
+            await asyncio.to_thread(until, b"1 of 2 members ended")
+            await flow.end("b")
+            await asyncio.to_thread(until, b"finished ")
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        os.close(main)
 
 
 async def test_cancel_waits_for_every_member(cli: Cli, engine: Engine) -> None:
