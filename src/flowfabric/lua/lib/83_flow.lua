@@ -275,7 +275,9 @@ function flow.settle(c)
     local tallies, grown = c.tally or {}, c.grown or {}
     c.tally, c.grown = nil, nil
     -- A record that cannot be read undoes no change of a member.
-    for flow_id, tally in pairs(tallies) do try(write, c, flow_id, tally, grown[flow_id]) end
+    for flow_id, tally in pairs(tallies) do
+      if not try(write, c, flow_id, tally, grown[flow_id]) then tallies[flow_id] = nil end
+    end
     for flow_id in pairs(grown) do
       if not tallies[flow_id] then
         write(c, flow_id, nil, true)

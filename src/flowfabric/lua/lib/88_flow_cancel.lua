@@ -53,7 +53,7 @@ function flow_cancel.drain(c, flow_id)
     last = #page < 2 * limit
   end
   flow.settle(c)
-  if last then
+  if last or flow_cancel.owed(f) == 0 then
     server.call('ZREM', K.index(c.tag, 'cancel_backlog'), flow_id)
     flow.clear(c, flow_id, 'cancelled_upto')
     return cancelled, settled, 0
