@@ -112,6 +112,33 @@ async def unindexed(engine: Engine) -> None:
     await engine.backend.transport.call("DEL", keys.flow(TestFlow.tag_of(engine, FLOW), FLOW))
 
 
+async def with_a_far_subflow(engine: Engine) -> int:
+    """A subflow in another partition whose parent does not know it yet; its partition."""
+    owner = GraphNode(key="s", execution_kind="subflow")
+    flow = FlowGraph(flow_id=FLOW, flow_kind="test", nodes=(owner,))
+    parent = (await engine.backend.flows.submit_flow(flow)).nodes["s"]
+    await without_followups(engine)
+    far: Any = await engine.backend.flows.submit_flow(
+        FlowGraph(flow_id="", flow_kind="test", nodes=(_NODE,)),
+        parent_execution_id=parent,
+        spread=True,
+    )
+    return far.nodes["new"].partition
+
+
+async def with_an_ended_far_subflow(engine: Engine) -> int:
+    partition = await with_a_far_subflow(engine)
+    await engine.backend.flows.drain_cascade(partition)
+    want = engine.want()
+    got = await engine.backend.claims.claim_many(want, f"{{fp:{partition}}}", 1)
+    await engine.backend.executions.complete(got.claims[0].handle, b"r")
+    return partition
+
+
+def drain(backend: ValkeyBackend, partition: int) -> Any:
+    return backend.flows.drain_cascade(partition)
+
+
 def stage(backend: ValkeyBackend, nodes: Members) -> Any:
     return backend.flows.stage_dependency_edge(FLOW, nodes["a"], nodes["b"], edge_id=EDGE)
 
@@ -122,6 +149,10 @@ def ids_of(outcome: Any) -> Any:
 
 
 FLOW_CASES: dict[str, Case] = {
+    "subflow_ask": Case("ff_ask_parent", with_a_far_subflow, drain, no_answer),
+    "subflow_start": Case("ff_start_subflow", with_a_far_subflow, drain, no_answer),
+    "subflow_ack": Case("ff_ack_message", with_a_far_subflow, drain, no_answer),
+    "subflow_end": Case("ff_end_subflow", with_an_ended_far_subflow, drain, no_answer),
     "flow_create": Case(
         "ff_create_flow",
         nothing,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from flowfabric.core.contracts.flows import AnyOf, FlowGraph, GraphEdge, GraphNode, Submitted
 from flowfabric.core.ids import new_uuid
+from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.api.flows import FlowFilter
 from flowfabric.engine.valkey import keys
 from tests.support.engine import Engine
@@ -242,3 +245,53 @@ async def test_a_page_of_flows(engine: Engine) -> None:
     for name in names:
         await command(engine, "DEL", keys.flow(tag, name))
         await command(engine, "ZREM", index, name)
+
+
+async def test_a_wide_subflow_in_another_partition(engine: Engine) -> None:
+    """900 members that start at once, results of 3 MB, and 900 members that wait for them."""
+    flows = engine.backend.flows
+    await without_followups(engine)
+
+    async def far() -> tuple[TestFlow, TestFlow]:
+        after = tuple(node(f"m{n}") for n in range(900))
+        owner = GraphNode(key="s", execution_kind="subflow")
+        edges = tuple(GraphEdge(frm="s", to=each.key) for each in after)
+        graph = FlowGraph(flow_id=new_uuid(), flow_kind="dag", nodes=(owner, *after), edges=edges)
+        outcome: Any = await flows.submit_flow(graph)
+        flow = TestFlow(engine, outcome)
+        wide = FlowGraph(
+            flow_id="", flow_kind="dag", nodes=tuple(node(f"x{n}") for n in range(900))
+        )
+        outcome = await flows.submit_flow(wide, parent_execution_id=flow.nodes["s"], spread=True)
+        return flow, TestFlow(engine, outcome)
+
+    started: list[tuple[TestFlow, TestFlow]] = []
+
+    async def deliver() -> None:
+        started.append(await far())
+        while (await flows.drain_cascade(started[-1][1].nodes["x0"].partition)).pending:
+            pass
+
+    await assert_short(engine, "ff_start_subflow", deliver)
+    flow, sub = started[-1]
+
+    async def end(result: str) -> None:
+        while got := (await engine.backend.claims.claim_many(engine.want(), sub.tag, 100)).claims:
+            await engine.backend.executions.complete_many(
+                [Completion(claim.handle, result.encode() * 3300) for claim in got]
+            )
+
+    await end("r")
+    assert await flow.state("s") == "waiting_children"
+    stored = await command(engine, "HGETALL", keys.index(sub.tag, "subflow_outbox"))
+    (name,) = stored
+
+    async def tell() -> None:
+        await command(engine, "HSET", keys.index(sub.tag, "subflow_outbox"), name, stored[name])
+        await flows.drain_cascade(sub.nodes["x0"].partition)
+
+    await assert_short(engine, "ff_end_subflow", tell)
+    await assert_short(engine, "ff_ack_message", tell)
+    result = await engine.backend.reads.get_execution_result(flow.nodes["s"])
+    assert result is not None
+    assert len(msgspec.msgpack.decode(result)) == 900

@@ -37,6 +37,7 @@ CONSTANT = {
     "ff_set_join": ONE_RECORD,
     "ff_close_waitpoint": ONE_RECORD,
     "ff_create_waitpoint": ONE_RECORD,
+    "ff_ask_parent": ONE_RECORD,
     "ff_delay": ONE_RECORD,
     "ff_group_lease": ONE_RECORD,
     "ff_lead": ONE_RECORD,

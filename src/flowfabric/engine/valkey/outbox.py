@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from hashlib import sha1
 from typing import Any
 
 import msgspec
@@ -45,13 +44,12 @@ class Outbox:
             try:
                 kind, flow_id = text(name).split("|")
                 head, _, body = message.partition(b"\n")
-                await self._send(tag, kind, flow_id, _decode(head), body)
+                await self._send(tag, kind, flow_id, _decode(head)[1:], body)
             except (EngineError, ValueError) as error:
                 # One that cannot be delivered must not hold up the others.
                 log.warning("message %s of %s stays undelivered: %s", text(name), tag, error)
                 continue
-            digest = sha1(message, usedforsecurity=False).hexdigest()
-            await self._call(tag, "ff_ack_message", text(name), digest)
+            await self._call(tag, "ff_ack_message", text(name), head, len(message))
             delivered += 1
         return delivered
 

@@ -15,8 +15,9 @@ local function owned(rec)
   return flow_id, tag ~= '' and tag or nil
 end
 
--- Leaves a message: a list of texts as JSON, a newline, and bytes.
+-- Leaves a message: a list of texts as JSON, a newline, and bytes. The time makes it unique.
 local function post(c, kind, flow_id, parts, bytes)
+  table.insert(parts, 1, values.text(c.now))
   server.call('HSET', K.index(c.tag, 'subflow_outbox'), kind .. '|' .. flow_id,
     cjson.encode(parts) .. '\n' .. (bytes or ''))
   cascade.counts(c).pending = 1
