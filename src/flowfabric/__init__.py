@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flowfabric.app.calls import IdempotencyConflict, SubmitManyError
+    from flowfabric.app.children import Children, ChildrenFailed, SyncChildren
     from flowfabric.app.context import Context, SyncContext
     from flowfabric.app.fabric import Fabric, SyncFabric
     from flowfabric.app.flow import Flow, FlowBuilder, SyncFlow, SyncFlowBuilder
@@ -60,6 +61,7 @@ from flowfabric.core.version import __version__
 
 _HOMES = (
     ("app.calls", "IdempotencyConflict SubmitManyError"),
+    ("app.children", "Children ChildrenFailed SyncChildren"),
     ("app.context", "Context SyncContext"),
     ("app.fabric", "Fabric SyncFabric"),
     ("app.flow", "Flow FlowBuilder SyncFlow SyncFlowBuilder"),
@@ -82,16 +84,17 @@ _HOMES = (
 )
 _HOME_OF = {name: f"flowfabric.{home}" for home, names in _HOMES for name in names.split()}
 
-__all__: list[str] = ["AllOf", "Client", "CompletionEvent", "ConfigError", "Context", "Count"]
-__all__ += ["CountKind", "EngineError", "Event", "EventFilter", "ExecutionCancelled"]
-__all__ += ["ExecutionExpired", "ExecutionFailed", "ExponentialBackoff", "Fabric", "FixedBackoff"]
-__all__ += ["Flow", "FlowBuilder", "FlowFabricError", "FlowFailed", "FutureValue", "GraphView"]
-__all__ += ["IdempotencyConflict", "LeaseEvent", "LeaseLost", "Node", "NodeChange", "NotFinished"]
-__all__ += ["OperatorOnly", "PayloadMismatch", "PermanentError", "Retry", "RetryableError", "Run"]
-__all__ += ["RunError", "Signal", "SignalEvent", "Single", "SubmitManyError", "SyncClient"]
-__all__ += ["SyncContext", "SyncFabric", "SyncFlow", "SyncFlowBuilder", "SyncRun", "Task"]
-__all__ += ["TimeoutOnly", "TransportError", "UnexpectedResult", "Wait", "WaitTimeout", "Worker"]
-__all__ += ["WorkerConfig", "WorkerEvent", "__version__", "any_of", "gather", "quorum"]
+__all__: list[str] = ["AllOf", "Children", "ChildrenFailed", "Client", "CompletionEvent"]
+__all__ += ["ConfigError", "Context", "Count", "CountKind", "EngineError", "Event", "EventFilter"]
+__all__ += ["ExecutionCancelled", "ExecutionExpired", "ExecutionFailed", "ExponentialBackoff"]
+__all__ += ["Fabric", "FixedBackoff", "Flow", "FlowBuilder", "FlowFabricError", "FlowFailed"]
+__all__ += ["FutureValue", "GraphView", "IdempotencyConflict", "LeaseEvent", "LeaseLost", "Node"]
+__all__ += ["NodeChange", "NotFinished", "OperatorOnly", "PayloadMismatch", "PermanentError"]
+__all__ += ["Retry", "RetryableError", "Run", "RunError", "Signal", "SignalEvent", "Single"]
+__all__ += ["SubmitManyError", "SyncChildren", "SyncClient", "SyncContext", "SyncFabric"]
+__all__ += ["SyncFlow", "SyncFlowBuilder", "SyncRun", "Task", "TimeoutOnly", "TransportError"]
+__all__ += ["UnexpectedResult", "Wait", "WaitTimeout", "Worker", "WorkerConfig", "WorkerEvent"]
+__all__ += ["__version__", "any_of", "gather", "quorum"]
 
 
 def __dir__() -> list[str]:

@@ -134,3 +134,30 @@ def submit_and_block(client: ff.SyncClient) -> None:
     client.wait(run.id, timeout=object())  # error
     for event in client.subscribe_lease_history(where=5):  # error
         del event
+
+
+async def flows() -> None:
+    flow = app.flow("kind", tags={"a.b": "c"})
+    text = flow.add(greet, "Ada")
+    assert_type(text, ff.Node[str])
+    assert_type(flow.add(greet, text), ff.Node[str])
+    assert_type(flow.add(greet, text, times=2), ff.Node[str])
+    assert_type(flow.map(greet, ["Ada", "Grace"], times=2), list[ff.Node[str]])
+    assert_type(flow.map(greet, [text]), list[ff.Node[str]])
+    assert_type(flow.add(count, ff.gather([text])), ff.Node[int])
+    assert_type(flow.add(count, words=ff.quorum(1, text).value), ff.Node[int])
+    assert_type(flow.add(greet, ff.any_of(text)), ff.Node[str])
+    assert_type(text.or_none, ff.FutureValue[str | None])
+    flow.add(greet, flow.add(count, ["a"]))  # error
+    flow.add(greet, text.or_none)  # error
+    flow.add(greet, 1)  # error
+    flow.add(greet)  # error
+    flow.map(greet, [1])  # error
+    ff.any_of(text, on_satisfied="stop")  # error
+    flow.options(afer=[text])  # error
+    submitted = await flow.submit()
+    assert_type(await submitted.run(text).result(), str)
+    assert_type(await submitted.results(), dict[str, Any])
+    submitted.result().upper()  # error
+    async for change in submitted.watch():
+        assert_type(change, ff.NodeChange)

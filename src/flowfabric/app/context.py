@@ -1,6 +1,7 @@
 """What a handler knows and can do about its own run, and the output it writes."""
 
 import logging
+import typing
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
@@ -28,6 +29,9 @@ from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.loop_thread import LoopCaller, refuse_after_fork
 from flowfabric.sdk.runtime import WorkerRuntime
 from flowfabric.sdk.task import ClaimedTask
+
+if typing.TYPE_CHECKING:
+    from flowfabric.app.children import Children, SyncChildren
 
 V = TypeVar("V")
 
@@ -294,6 +298,17 @@ class Context(HandlerInfo):
         """Id and token of the next `wait_for(name)`, to hand out before waiting."""
         return await self._own_waits().waitpoint(name, expires_in, prompt, details)
 
+    def spawn(self) -> "Children":
+        """Children to add to this execution's flow, and to wait for.
+
+        >>> children = ctx.spawn()
+        >>> children.map(resize, [100, 300, 900], photo)
+        >>> results = await children.results()
+        """
+        from flowfabric.app.children import Children  # noqa: PLC0415 - tasks need contexts
+
+        return Children(self._claimed())
+
     async def signals(self) -> list[Signal]:
         """The signals that ended the last suspension of this attempt."""
         received = await self._claimed().resume_signals()
@@ -336,6 +351,12 @@ class SyncContext(SyncTwin[Context], HandlerInfo):
         super().__init__(Context(task, runtime), caller)
         self._task = task
         self._runtime = runtime
+
+    def spawn(self) -> "SyncChildren":
+        """Children to add to this execution's flow, as `Context.spawn` does."""
+        from flowfabric.app.children import SyncChildren  # noqa: PLC0415 - tasks need contexts
+
+        return SyncChildren(self._target.spawn(), self._caller)
 
     progress = blocking(Context.progress)
     wait_condition = blocking(Context.wait_condition)

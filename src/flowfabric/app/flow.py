@@ -13,7 +13,7 @@ from flowfabric.app.flow_views import (
     GraphView,
     NodeChange,
 )
-from flowfabric.app.graphs import Graph, Node, NodeOptions, Nodes
+from flowfabric.app.graphs import Graph, Node, NodeOptions, Nodes, checked_options
 from flowfabric.app.run import Run, SyncRun, decoded_result
 from flowfabric.core.contracts import ListingPage
 from flowfabric.core.contracts.executions import ExecutionInfo
@@ -101,7 +101,7 @@ class Flow:
         return Any if task is None else task.returns
 
     async def result(self, timeout: Duration | None = None) -> Any:
-        """Wait for the result: that of the node that no other node waits for.
+        """Wait for the result: that of the node whose result no other node needs.
 
         If there are several such nodes, a dict of their results by key. Without a result it
         raises `FlowFailed`; after `timeout` it raises `TimeoutError`, and the flow continues.
@@ -318,11 +318,7 @@ class _Builder(Nodes):
 
         >>> flow.options(key="cleanup", after=[upload], kind="terminal").add(remove, "tmp")
         """
-        for name in options:
-            if name not in NodeOptions.__annotations__:
-                known = ", ".join(NodeOptions.__annotations__)
-                raise TypeError(f"There is no option {name!r}. The options are: {known}.")
-        return Nodes(self._graph, options)
+        return Nodes(self._graph, checked_options(options))
 
     async def _submit(self, app: "Fabric") -> Flow:
         client = await app.client()

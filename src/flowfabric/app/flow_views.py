@@ -48,9 +48,9 @@ class GraphView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exits(self) -> list[str]:
-        """The nodes that no other node waits for."""
-        feeding = {edge.frm for edge in self.edges}
-        return [key for key in self.nodes if key not in feeding]
+        """The nodes whose result or success no other node needs."""
+        needed = {e.frm for e in self.edges if e.input_name or e.kind == "success_only"}
+        return [key for key in self.nodes if key not in needed]
 
     def culprits(self) -> list[str]:
         """The nodes because of which an exit has no result.

@@ -156,6 +156,15 @@ class NodeOptions(TypedDict, total=False):
     """Which ends of the nodes in `after` count: success, any (`terminal`), or `failure_only`."""
 
 
+def checked_options(options: NodeOptions) -> NodeOptions:
+    """The options; refuses one that does not exist."""
+    for name in options:
+        if name not in NodeOptions.__annotations__:
+            known = ", ".join(NodeOptions.__annotations__)
+            raise TypeError(f"There is no option {name!r}. The options are: {known}.")
+    return options
+
+
 class Nodes:
     """Adds nodes to a graph, all with the same options."""
 
@@ -265,16 +274,22 @@ class Nodes:
 class Graph:
     """The nodes and edges of a flow that is being built."""
 
-    def __init__(self, app: "Fabric") -> None:
+    def __init__(self, app: "Fabric | None") -> None:
         self._app = app
         self._numbers: dict[str, Iterator[int]] = {}
         self.nodes: dict[str, GraphNode] = {}
+        self.returns: dict[str, Any] = {}
+        """The type of each node's result."""
         self.edges: dict[str, list[GraphEdge]] = {}
         """The inbound edges of each node."""
 
     def as_task(self, task: object) -> Task[..., Any]:
         """The task of a new node."""
-        return as_task(self._app, task)
+        if self._app is not None:
+            return as_task(self._app, task)
+        if isinstance(task, Task):
+            return cast("Task[..., Any]", task)
+        raise invalid_input("task", f"must be a task, got {task!r}")
 
     def add(
         self,
@@ -313,6 +328,7 @@ class Graph:
             join=waits.join,
         )
         self.edges[key] = waits.edges
+        self.returns[key] = task.returns
         return Node(self, key)
 
     def _new_key(self, name: str, key: str | None) -> str:
@@ -322,12 +338,16 @@ class Graph:
                 raise invalid_input("key", f"{key!r} names another node already")
             return key
         numbers = self._numbers.setdefault(name, itertools.count(1))
-        return next(key for n in numbers if (key := f"{name}-{n}") not in self.nodes)
+        return next(key for n in numbers if (key := self._numbered(name, n)) not in self.nodes)
+
+    def _numbered(self, name: str, number: int) -> str:
+        return f"{name}-{number}"
 
     def exits(self) -> list[str]:
-        """The nodes that no other node waits for."""
-        feeding = {edge.frm for edges in self.edges.values() for edge in edges}
-        return [key for key in self.nodes if key not in feeding]
+        """The nodes whose result or success no other node needs."""
+        edges = (edge for own in self.edges.values() for edge in own)
+        needed = {edge.frm for edge in edges if edge.input_name or edge.kind == "success_only"}
+        return [key for key in self.nodes if key not in needed]
 
     def parts(self) -> Iterator[tuple[list[GraphNode], list[GraphEdge]]]:
         """Nodes and edges, as many as one call of the engine takes; upstreams come first."""

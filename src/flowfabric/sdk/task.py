@@ -1,10 +1,12 @@
 """What a claimed task can do: end, wait, report progress and write output."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any, Self
 
 from flowfabric.core.conditions import Condition
 from flowfabric.core.contracts import executions, leases, streams, suspension
+from flowfabric.core.contracts.flows import GraphEdge, GraphNode, Spawned
 from flowfabric.core.errors import FlowFabricError, LeaseLost, StateError
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.streams import FrameWriter
@@ -67,6 +69,19 @@ class ClaimedTask(HeldAttempt):
             "wait_children",
             lambda: self.backend.executions.wait_children(self.handle),
             finishes=lambda outcome: isinstance(outcome, executions.Moved),
+        )
+
+    async def spawn_children(
+        self, nodes: Sequence[GraphNode], edges: Sequence[GraphEdge] = (), *, wait: bool = False
+    ) -> Spawned:
+        """Add members to the flow that this task waits for; with `wait`, park until they ended."""
+        await self._flush_best_effort()
+        spawn = self.backend.flows.spawn_children
+        return await self._land(
+            "spawn_children",
+            lambda: spawn(self.handle, nodes, edges, wait=wait),
+            finishes=lambda outcome: outcome.parked,
+            errors_finish=False,
         )
 
     async def try_suspend(
