@@ -53,7 +53,8 @@ function flow_cancel.drain(c, flow_id)
     last = #page < 2 * limit
   end
   flow.settle(c)
-  if last or flow_cancel.owed(f) == 0 then
+  -- A policy that ends no members still has to reach every subflow.
+  if last or (flow.ends_members(f) and flow_cancel.owed(f) == 0) then
     server.call('ZREM', K.index(c.tag, 'cancel_backlog'), flow_id)
     flow.clear(c, flow_id, 'cancelled_upto')
     return cancelled, settled, 0
