@@ -163,7 +163,7 @@ def command_line() -> str:
         "| 0 | success |",
         "| 1 | failure; for `doctor`: a check failed |",
         "| 2 | usage error: a wrong option, id or url |",
-        "| 130 | stopped by Ctrl-C |",
+        "| 130 | stopped by Ctrl-C, or by a question that was not answered with yes |",
         "| 143 | a worker was stopped by SIGTERM while a task blocked it |",
         "| 141 | the reader of its output exited, as `head` does |",
         "",

@@ -122,7 +122,7 @@ def test_representations_are_short_and_tell_no_secret(app: ff.Fabric) -> None:
     task = app.task(lane="mails")(pair)
     assert repr(task) == "Task('pair', lane='mails')"
     assert repr(app) == "Fabric(127.0.0.1:1, namespace='shop', 1 task)"
-    kept = "{fp:86}:1a2b1268-b662-4711-b95c-649666dadb1d"
+    kept = "86-1a2b1268-b662-4711-b95c-649666dadb1d"
     assert repr(app.get_run(kept, task)) == f"Run({kept}, task='pair')"
     assert repr(app.get_run(kept)) == f"Run({kept})"
     with ff.SyncFabric(app) as sync:

@@ -220,6 +220,6 @@ async def test_a_result_that_does_not_fit_the_annotation(app: ff.Fabric) -> None
     assert (error.kind, error.execution_id, error.expected) == ("measure", run.id, dict[str, int])
     assert error.stored.startswith(b'{"level":"high"')
     words = str(error)
-    assert words.startswith(f'measure {run.id}: the stored result {{"level":"high"')
+    assert words.startswith(f'measure {run.id.compact}: the stored result {{"level":"high"')
     assert "does not fit dict[str, int]: Expected `int`, got `str`" in words
     assert len(words) < 600

@@ -13,8 +13,9 @@ from flowfabric.core.contracts.suspension import Accepted
 from flowfabric.core.errors import ValidationError
 from flowfabric.core.ids import WaitpointToken
 from flowfabric.engine.valkey import keys
+from flowfabric.testing import TestFabric
 from tests.support.engine import Engine
-from tests.support.waiting import parked, time_out
+from tests.support.waiting import parked
 
 
 @pytest.fixture
@@ -162,8 +163,8 @@ async def test_a_payload_that_cannot_be_decoded_reaches_the_handler_as_bytes(
 # --- time -----------------------------------------------------------------------------------
 
 
-async def test_a_timeout_raises_or_gives_the_default(app: ff.Fabric, engine: Engine) -> None:
-    @app.task()
+async def test_a_timeout_raises_or_gives_the_default(fabric: TestFabric) -> None:
+    @fabric.task()
     async def ask(ctx: ff.Context) -> str:
         first = await ctx.wait_for("a", timeout="1h", on_timeout="default", default="nobody")
         try:
@@ -172,13 +173,14 @@ async def test_a_timeout_raises_or_gives_the_default(app: ff.Fabric, engine: Eng
             return f"{first}, {error}"
         return "answered"
 
-    async with app.worker(scanners=False):
-        run = await app.submit(ask)
-        await parked(engine, run, "a")
-        await time_out(engine, run.id, 3_600_000)
-        await parked(engine, run, "b")
-        await time_out(engine, run.id, 60_000)
-        assert await run.result(10) == "nobody, nobody answered 'b' in time"
+    await ask.submit()
+    await fabric.drain()
+    fabric.clock.advance("1h")
+    assert await fabric.drain() == []
+    fabric.clock.advance(60)
+    assert [ended.result for ended in await fabric.drain()] == [
+        "nobody, nobody answered 'b' in time"
+    ]
 
 
 async def test_an_answer_in_time_beats_the_timeout(app: ff.Fabric, engine: Engine) -> None:
@@ -193,18 +195,16 @@ async def test_an_answer_in_time_beats_the_timeout(app: ff.Fabric, engine: Engin
         assert await run.result(10) == "late"
 
 
-async def test_an_uncaught_timeout_fails_the_run_as_a_timeout(
-    app: ff.Fabric, engine: Engine
-) -> None:
-    @app.task()
+async def test_an_uncaught_timeout_fails_the_run_as_a_timeout(fabric: TestFabric) -> None:
+    @fabric.task()
     async def ask(ctx: ff.Context) -> None:
         await ctx.wait_for("a", timeout=1)
 
-    async with app.worker(scanners=False):
-        run = await app.submit(ask)
-        await parked(engine, run)
-        await time_out(engine, run.id, 1000)
-        outcome = await run.wait(10)
+    run = await ask.submit()
+    await fabric.drain()
+    fabric.clock.advance(1)
+    await fabric.drain()
+    outcome = await run.wait(10)
     assert outcome.failure_category == "timeout"
     assert "nobody answered 'a' in time" in (outcome.failure_reason or "")
 
@@ -282,22 +282,19 @@ async def test_conditions_of_one_handler_are_told_apart(app: ff.Fabric, engine: 
         ]
 
 
-async def test_a_condition_that_only_time_ends(app: ff.Fabric, engine: Engine) -> None:
-
-    @app.task()
+async def test_a_condition_that_only_time_ends(fabric: TestFabric) -> None:
+    @fabric.task()
     async def rest(ctx: ff.Context) -> list[Any]:
         first = await ctx.wait_condition(TimeoutOnly(), timeout=5)
         with pytest.raises(ff.WaitTimeout, match="nobody answered 'a, b' in time"):
             await ctx.wait_condition(ff.AllOf((ff.Single("a"), ff.Single("b"))), timeout=5)
         return first
 
-    async with app.worker(scanners=False):
-        run = await app.submit(rest)
-        await parked(engine, run, "condition")
-        await time_out(engine, run.id, 5000)
-        await parked(engine, run, "a")
-        await time_out(engine, run.id, 5000)
-        assert await run.result(10) == []
+    await rest.submit()
+    for _ in range(2):
+        assert await fabric.drain() == []
+        fabric.clock.advance(5)
+    assert [ended.result for ended in await fabric.drain()] == [[]]
 
 
 # --- handed out before waiting ----------------------------------------------------------------

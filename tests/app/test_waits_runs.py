@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import flowfabric as ff
+from flowfabric.testing import TestFabric
 from tests.support.engine import Engine
-from tests.support.sdk import info, until
-from tests.support.waiting import parked, time_out
+from tests.support.sdk import info
+from tests.support.waiting import parked
 
 
 @pytest.fixture
@@ -22,10 +23,10 @@ def app(waiting_app: ff.Fabric) -> ff.Fabric:
 # --- other attempts and other runs ------------------------------------------------------------
 
 
-async def test_a_retry_keeps_the_answers(app: ff.Fabric, engine: Engine) -> None:
+async def test_a_retry_keeps_the_answers(fabric: TestFabric) -> None:
     starts: list[int] = []
 
-    @app.task(retry=ff.Retry(3, backoff=0, jitter=False))
+    @fabric.task(retry=ff.Retry(3, backoff="1h", jitter=False))
     async def ask(ctx: ff.Context) -> list[Any]:
         starts.append(ctx.attempt)
         first = await ctx.wait_for("a")
@@ -36,54 +37,41 @@ async def test_a_retry_keeps_the_answers(app: ff.Fabric, engine: Engine) -> None
             raise ff.RetryableError("and again")
         return [first.payload, second]
 
-    async with app.worker(scanners=False):
-        run = await app.submit(ask)
-        await parked(engine, run, "a")
-        await run.signal("a", "go", "kept")
-        await promoted(engine, run, 1)
-        await parked(engine, run, "b")
-        await time_out(engine, run.id, 5000)
-        await promoted(engine, run, 2)
-        assert await run.result(10) == ["kept", None]
+    run = await ask.submit()
+    await fabric.drain()
+    await run.signal("a", "go", "kept")
+    for passed in ("0s", "1h", "5s"):
+        fabric.clock.advance(passed)
+        assert await fabric.drain() == []
+    fabric.clock.advance("1h")
+    assert [ended.result for ended in await fabric.drain()] == [["kept", None]]
     assert starts == [1, 1, 2, 2, 3]
 
 
-async def promoted(engine: Engine, run: ff.Run[Any], retries: int) -> None:
-    """Do what the promoter of due retries does."""
-
-    async def retried() -> bool:
-        await engine.backend.upkeep.promote_delayed(run.id.tag, "default", [run.id])
-        found = await info(engine.backend, run.id)
-        return found.retry_count == retries and found.public_state.value != "delayed"
-
-    await until(retried, "the retry")
-
-
 async def test_a_handed_out_waitpoint_outlives_its_attempt_once_answered(
-    app: ff.Fabric, engine: Engine
+    fabric: TestFabric,
 ) -> None:
     points: list[str] = []
+    signals = (await fabric.client()).backend.signals
 
-    @app.task(retry=ff.Retry(3, backoff=0, jitter=False))
+    @fabric.task(retry=ff.Retry(3, backoff=0, jitter=False))
     async def ask(ctx: ff.Context) -> list[Any]:
         answered, open_ = await ctx.waitpoint("a"), await ctx.waitpoint("b")
         points.append(open_.waitpoint_id)
         if ctx.attempt == 1:
-            await engine.backend.signals.deliver_signal(
+            await signals.deliver_signal(
                 ctx.execution_id, answered.waitpoint_id, answered.waitpoint_token, "go"
             )
             raise ff.RetryableError("before it could wait")
         return [(await ctx.wait_for("a")).name, (await ctx.wait_for("b")).name]
 
-    async with app.worker(scanners=False):
-        run = await app.submit(ask)
-        await promoted(engine, run, 1)
-        await parked(engine, run, "b")
-        # The old one is closed, so that nobody answers it in vain.
-        with pytest.raises(ff.EngineError, match=r"waitpoint_closed|target_not_signalable"):
-            await engine.backend.signals.deliver_approval_signal(run.id, points[0], "lost")
-        await run.signal("b", "found")
-        assert await run.result(10) == ["go", "found"]
+    run = await ask.submit()
+    await fabric.drain()
+    # The old one is closed, so that nobody answers it in vain.
+    with pytest.raises(ff.EngineError, match=r"waitpoint_closed|target_not_signalable"):
+        await signals.deliver_approval_signal(run.id, points[0], "lost")
+    await run.signal("b", "found")
+    assert [ended.result for ended in await fabric.drain()] == [["go", "found"]]
     assert points[0] != points[1] == points[2]
 
 

@@ -94,7 +94,7 @@ async def test_replay_says_what_was_refused_and_why(cli: Cli, engine: Engine) ->
     assert done.code == 1
     head, refused, listed = done.lines
     assert head == "Replayed 1 of 2 executions."
-    assert refused.startswith("1 refused: max_replays_exhausted: ")
+    assert refused.startswith("1 refused: max_replays_exhausted: Submit a new execution, or ")
     assert listed.strip() in (spent, spent.compact)
     assert await states(engine, good, spent) == ["waiting", "failed"]
     (said,) = (await cli("replay", "--state", "failed", "--yes", "--json")).objects
@@ -110,7 +110,7 @@ async def test_purge_by_id(cli: Cli, engine: Engine) -> None:
     done = await cli("purge", ended.uuid[:12], running, "--yes")
     assert done.code == 1
     assert done.lines[0] == "Purged 1 of 2 executions."
-    assert done.lines[1].startswith("1 refused: execution_not_terminal: ")
+    assert done.lines[1].startswith("1 refused: execution_not_terminal: it has not finished;")
     assert await engine.backend.reads.describe_execution(ended) is None
     assert await states(engine, running) == ["active"]
 

@@ -111,6 +111,16 @@ async def test_a_second_signal_ends_all_at_once(shop: Cli, client: Client) -> No
     assert "Traceback" not in done.out
 
 
+async def test_a_signal_during_the_start_stops_all(shop: Cli) -> None:
+    async with shop.start("worker", "shop:app", "--processes", "4") as running:
+        await running.line("processes")
+        running.send(signal.SIGTERM)
+        done = await running.end()
+    # A process that has not started serving ends by the signal itself.
+    assert done.code in (0, 128 + signal.SIGTERM)
+    assert "restarting" not in done.out
+
+
 async def test_the_worst_exit_status_counts(shop: Cli, client: Client) -> None:
     async with two(shop, "--grace", "1h") as running:
         await running.line(READY)

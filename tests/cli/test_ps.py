@@ -85,6 +85,14 @@ async def test_filters(cli: Cli, engine: Engine) -> None:
     assert "NAMESPACE" in before.lines[0]
 
 
+async def test_by_age(cli: Cli, engine: Engine) -> None:
+    old = await engine.create()
+    await engine.advance(7_200_000)
+    await engine.create()
+    assert await ids(cli, "--older-than", "1h") == {old}
+    assert await ids(cli, "--older-than", "1h", "--state", "failed") == set()
+
+
 async def test_newest_first_and_at_most_the_limit(cli: Cli, engine: Engine) -> None:
     made: list[str] = []
     for _ in range(4):

@@ -74,6 +74,15 @@ async def test_a_long_backlog_of_others_is_passed_in_steps(engine: Engine) -> No
     assert len((await claim_many(engine, 10, tasks=["job"])).claims) == 10
 
 
+@pytest.mark.parametrize(
+    "kind", ["a,b", "100%", "%2C", "task:x", "ünïcode", "\x00\x1f {fp:1}", "-", "x" * 1024]
+)
+async def test_a_task_of_any_name_is_found_again(engine: Engine, kind: str) -> None:
+    execution_id = await engine.create(execution_kind=kind)
+    assert (await claim_many(engine, tasks=["a", "b", "x"])).unknown_tasks == (kind,)
+    assert ids((await claim_many(engine, tasks=["a", kind])).claims) == [execution_id]
+
+
 async def test_a_worker_without_the_mark_takes_every_task(engine: Engine) -> None:
     execution_id = await engine.create(execution_kind="anything")
     assert ids((await claim_many(engine)).claims) == [execution_id]

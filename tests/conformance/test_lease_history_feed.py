@@ -216,9 +216,10 @@ async def test_a_filter_lets_nothing_else_through(
 
 async def test_a_filter_on_one_execution(engine: Engine) -> None:
     ids = [await lived(engine) for _ in range(3)]
-    where = EventFilter(execution_id=ids[1])
-    async with following(engine.backend, "start", where) as history:
-        assert {event.execution_id for event in await take(history, 2)} == {ids[1]}
+    for spelling in (ids[1], ids[1].compact):
+        where = EventFilter(execution_id=spelling)
+        async with following(engine.backend, "start", where) as history:
+            assert {event.execution_id for event in await take(history, 2)} == {ids[1]}
 
 
 async def test_a_filter_is_a_filter(engine: Engine) -> None:

@@ -31,7 +31,8 @@ async def test_operator_calls_name_their_caller(engine: Engine, caplog: Records)
         await backend.leases.revoke_lease(handle.execution_id, reason="stuck")
         await backend.executions.cancel_execution(handle.execution_id, "no longer wanted")
         await backend.executions.replay_execution(handle.execution_id, reason="again")
-        await backend.executions.change_priority(handle.execution_id, 7)
+        compact: Any = handle.execution_id.compact
+        await backend.executions.change_priority(compact, 7)
         await backend.lanes.set_lane_state(LANE, "paused", "lunch")
     calls = said(caplog, "operator_call")
     assert [call["op"] for call in calls] == [

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, assert_type
 
 import flowfabric as ff
+from flowfabric import testing
 from flowfabric.core.contracts.streams import StreamedFrame
 from flowfabric.core.contracts.suspension import PendingWaitpoint
 from flowfabric.core.state import PublicState
@@ -106,6 +107,20 @@ async def submit(ctx: ff.Context, sync_ctx: ff.SyncContext) -> None:
     await ask("why?")  # error
     count(["a"])  # error
     greet("Ada").upper()  # error
+
+
+async def use_the_testing_kit(fabric: testing.TestFabric, sync: testing.SyncTestFabric) -> None:
+    assert_type(fabric.use(app), ff.Fabric)
+    assert_type(await fabric.drain(timeout="5s"), list[testing.Ended])
+    assert_type(sync.use(app), ff.SyncFabric)
+    assert_type(sync.drain(), list[testing.Ended])
+    assert_type(await ask(testing.FakeContext({"approval": "approved"}), "why?"), bool)
+    assert_type(count(testing.FakeSyncContext({"a": None}), ["a"]), int)
+    fabric.use("app")  # error
+    fabric.clock.advance(object())  # error
+    fabric.crash_at(ff.Context, "progress", when="during")  # error
+    testing.FakeContext({"approval": 5})  # error
+    await ask(testing.FakeSyncContext(), "why?")  # error
 
 
 def submit_and_block(client: ff.SyncClient) -> None:

@@ -398,6 +398,7 @@ async def test_claims_that_arrive_while_stopping_are_given_back(
     runtime.stop()
     proxy.resume()
     assert await run == RunSummary(completed=1)
+    await until(lambda: not worker.claims.background, "the claim given back")
     states = [await state(engine.backend, i) for i in ids]
     assert sorted(states) == ["completed"] + ["waiting"] * 9
     assert worker.free == 1

@@ -24,6 +24,7 @@ from flowfabric.sdk.client import Client
 from flowfabric.sdk.following import SyncEventFeed
 from flowfabric.sdk.loop_thread import Portal
 from flowfabric.sdk.sync import SyncClient
+from flowfabric.testing import SyncTestFabric, TestFabric
 from tests.support.engine import Engine
 from tests.support.sdk import watch_of
 from tests.support.server import TestServer
@@ -49,6 +50,7 @@ TWINS: list[tuple[type, type]] = [
     (ff.SyncRun, ff.Run),
     (ff.SyncContext, ff.Context),
     (SyncOutputStream, OutputStream),
+    (SyncTestFabric, TestFabric),
 ]
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import flowfabric as ff
 from flowfabric.core.contracts.suspension import OpenWaitpoint
-from flowfabric.core.ids import ExecutionId
 from tests.support.engine import Engine
 from tests.support.sdk import until
 
@@ -28,10 +27,3 @@ async def parked(engine: Engine, run: ff.Run[Any], key: str | None = None) -> Op
 
     await until(waits, f"a wait for {key or 'something'}")
     return found[0]
-
-
-async def time_out(engine: Engine, execution_id: ExecutionId, ms: int) -> None:
-    """Let the time of a wait pass, and do what the scanner of suspension timeouts does."""
-    await engine.advance(ms)
-    (done,) = await engine.backend.suspensions.expire_suspension(execution_id.tag, [execution_id])
-    assert done == "auto_resume"

@@ -9,7 +9,10 @@ from datetime import timedelta
 import pytest
 
 import flowfabric as ff
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.testing import TestFabric
+from flowfabric.testing.engine import TestEngine
+from tests.support.server import TestServer
 
 app = ff.Fabric()
 tries: list[int] = []
@@ -206,3 +209,25 @@ async def test_waiting_until_a_handler_asks(fabric: TestFabric, background: bool
         if not background:
             assert [each.result for each in await fabric.drain()] == ["approved"]
         assert await run.result(timeout=5) == "approved"
+
+
+async def test_an_application_that_is_connected_elsewhere(
+    valkey: TestServer, backend: ValkeyBackend, flowfabric_engine: TestEngine
+) -> None:
+    """Nothing of the test reaches the server that the application used before."""
+    async with ff.Fabric(valkey.url) as elsewhere:
+
+        @elsewhere.task
+        async def echo(text: str) -> str:
+            return text
+
+        await echo.submit("before")
+        before = await elsewhere.client()
+        with TestFabric(flowfabric_engine) as fabric:
+            async with fabric:
+                fabric.use(elsewhere)
+                await echo.submit("here")
+                assert [each.result for each in await fabric.drain()] == ["here"]
+        assert await elsewhere.client() is before
+        page = await backend.listings.list_executions()
+        assert [each.public_state for each in page.executions] == ["waiting"]

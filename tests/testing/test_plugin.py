@@ -36,6 +36,12 @@ async def test_greet(fabric, name):
     assert await run.result() == f"Hello, {{name}}!"
     assert id(asyncio.get_running_loop()) in loops
 
+class TestInAClass:
+    async def test_greet(self, fabric, greeted="Grace"):
+        fabric.use(app)
+        await greet.submit(greeted)
+        assert [each.result for each in await fabric.drain()] == ["Hello, Grace!"]
+
 def test_greet_without_await(sync_fabric):
     shop = sync_fabric.use(app)
     run = shop.submit(greet, "Ada")
@@ -117,7 +123,7 @@ def test_tests_run_with_any_plugin(
 ) -> None:
     (tmp_path / "shop.py").write_text(SHOP)
     told = run_tests(tmp_path, TESTS.format(mark=mark), *options, plugins=plugins)
-    assert f"{4 if ASYNC_FIXTURE in mark else 3} passed" in told
+    assert f"{5 if ASYNC_FIXTURE in mark else 4} passed" in told
     assert not (tmp_path / ".flowfabric").exists()
 
 

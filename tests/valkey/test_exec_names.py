@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import flowfabric
+from flowfabric.core.capabilities import task_token
 from flowfabric.core.state import CODE_LETTERS, StateVector
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import text
@@ -84,6 +85,8 @@ async def test_doorbell_and_lane_part(engine: Engine) -> None:
         assert await built_by_lua(engine, "wake", lane) == keys.wake(lane)
         assert await built_by_lua(engine, "lane_part", first=lane) == keys.lane_part(lane)
         assert keys.lane_of(keys.lane_part(lane)) == lane
+        token = task_token("resize")
+        assert await built_by_lua(engine, "bell", token, first=lane) == keys.bell(lane, "resize")
     assert keys.wake_tag(keys.wake(TAG)) == TAG
 
 

@@ -27,6 +27,7 @@ async def test_a_seeding_call_is_short(engine: Engine) -> None:
     """The slow log shows arguments of long calls, so no call names many partitions."""
     call = engine.backend.transport.call
     await call("CONFIG", "SET", "slowlog-log-slower-than", 0, "slowlog-max-len", 100_000)
+    await call("SLOWLOG", "RESET")
     try:
         await engine.backend.secrets.seed_at_boot(SECRET)
         logged: Any = await call("SLOWLOG", "GET", -1)

@@ -26,6 +26,11 @@ from flowfabric.engine.overview import matching
 _AT_ONCE = 32
 _LISTED = 3
 _LISTED_JSON = 100
+_REASONS = {
+    "execution_not_active": "it has finished",
+    "execution_not_terminal": "it has not finished; cancel it first, or wait",
+    "replay_not_allowed": "it was replayed meanwhile",
+}
 _FINISHED = ("completed", "failed", "cancelled", "expired", "skipped")
 
 
@@ -87,7 +92,8 @@ class Tally(msgspec.Struct):
 
 
 def _why(error: EngineError) -> str:
-    return " — ".join(filter(None, (error.explanation, error.hint)))
+    known = _REASONS.get(error.code)
+    return known or ". ".join(filter(None, (error.explanation.rstrip("."), error.hint)))
 
 
 async def change_many(

@@ -39,7 +39,7 @@ def set_up_logs(level: Level | None, *, as_json: bool, process: int | None = Non
     as_json = as_json or _choice("FF_LOG_FORMAT", ("text", "json"), "text") == "json"
     handler = BackgroundHandler(sys.stderr)
     colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    text = TextFormatter(colour=colour, debug=minimum == "debug", process=process)
+    text = TextFormatter(colour=colour, process=process)
     handler.setFormatter(JsonFormatter(process) if as_json else text)
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -130,10 +130,9 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 class TextFormatter(logging.Formatter):
     """`12:03:04.567 INFO  message  field=value …`."""
 
-    def __init__(self, *, colour: bool, debug: bool = False, process: int | None = None) -> None:
+    def __init__(self, *, colour: bool, process: int | None = None) -> None:
         super().__init__()
         self._colour = colour
-        self._debug = debug
         self._label = "" if process is None else f"[{process}] "
 
     def format(self, record: logging.LogRecord) -> str:
@@ -154,8 +153,7 @@ class TextFormatter(logging.Formatter):
             extra = extra and f"\x1b[90m{extra}\x1b[0m"
         _, time = clock(int(record.created * 1000)).split()
         lines = [f"{time} {level} {self._label}{message}" + (f"  {extra}" if extra else "")]
-        # Of an attempt that is retried, `flowfabric show` has the traceback.
-        if record.exc_info and (not of_us or record.levelno >= logging.ERROR or self._debug):
+        if record.exc_info:
             lines.append(_below(self.formatException(record.exc_info)))
         if record.stack_info:
             lines.append(_below(record.stack_info))

@@ -123,14 +123,18 @@ class Supervisor:
         pause_s = _FIRST_PAUSE_S
         while not self._stopping.is_set():
             started = time.monotonic()
-            pid, code = await self._run(number)
+            try:
+                code = await self._run(number)
+                how = _ending(code)
+            except OSError as error:
+                # The machine may be short of processes or memory for a while.
+                code, how = 1, f"could not start: {error}"
             if self._stopping.is_set() or not self._first_ready.is_set():
                 return 128 - code if code < 0 else code
             if time.monotonic() - started >= _STABLE_S:
                 pause_s = _FIRST_PAUSE_S
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited ({code})"
             pause_ms = round(pause_s * 1000)
-            extra = {"action": "worker_died", "worker_process": number, "pid": pid, "status": code}
+            extra = {"action": "worker_died", "worker_process": number, "status": code}
             extra |= {"restart_in_ms": pause_ms}
             text = "worker %d %s, restarting in %s"
             log.warning(text, number, how, duration(pause_ms), extra=extra)
@@ -139,7 +143,7 @@ class Supervisor:
             pause_s = min(pause_s * 2, _LAST_PAUSE_S)
         return 0
 
-    async def _run(self, number: int) -> tuple[int, int]:
+    async def _run(self, number: int) -> int:
         ours, theirs = socket.socketpair()
         ours.settimeout(0)
         place = f"{number},{self._count},{theirs.fileno()}"
@@ -154,9 +158,12 @@ class Supervisor:
                     process_group=0,
                 )
             self._running[number] = running = _Running(process, ours)
+            if self._stopping.is_set():
+                # The signal came while the process started.
+                process.terminate()
             greeting = asyncio.create_task(self._greet(number, running))
             try:
-                return process.pid, await process.wait()
+                return await process.wait()
             finally:
                 del self._running[number]
                 greeting.cancel()
@@ -171,3 +178,10 @@ class Supervisor:
             self._were_ready.add(number)
             if len(self._were_ready) == self._count and not self._stopping.is_set():
                 self._ready()
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"exited with status {code}"
+    names = (known.name for known in signal.Signals if known == -code)
+    return f"was killed by {next(names, f'signal {-code}')}"

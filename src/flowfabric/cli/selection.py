@@ -73,7 +73,7 @@ def select(
     tag: options.Tags = None,
     older_than: Annotated[
         float | None,
-        options.duration("Only if it finished, or else was created, longer ago than this."),
+        options.duration("Only if it finished (or, if unfinished, was created) longer ago."),
     ] = None,
 ) -> Selection:
     """The options of every command that selects executions."""

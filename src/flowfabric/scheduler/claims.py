@@ -97,8 +97,8 @@ class WorkerClaims(Generic[T]):
         for kind in tasks:
             if kind not in self._left_to_others:
                 self._left_to_others.add(kind)
-                text = f'This worker does not know task "{kind}": it waits for one that does.'
-                log.warning(text, extra={"action": "task_unknown", "execution_kind": kind})
+                text = 'This worker does not know task "%s". Its executions wait for one that does.'
+                log.warning(text, kind, extra={"action": "task_unknown", "execution_kind": kind})
 
     def reserve(self, wanted: int) -> int:
         """Take up to `wanted` permits; how many were free."""

@@ -118,11 +118,6 @@ class LeaseKeeper(LoopThread):
         """Renew this lease no longer."""
         self._held.pop(held.handle.lease, None)
 
-    @property
-    def handles(self) -> list[Handle]:
-        """The leases that it renews."""
-        return [held.handle for held in list(self._held.values())]
-
     def renew_all(self) -> None:
         """From any thread: renew every lease now, to learn which are lost."""
         for held in list(self._held.values()):
@@ -133,7 +128,7 @@ class LeaseKeeper(LoopThread):
     def give_back(self) -> int:
         """Return all leases because the process ends by force, from any thread; how many it did."""
         loop, backend = self._loop, self._backend
-        handles = self.handles
+        handles = [held.handle for held in list(self._held.values())]
         self._held.clear()
         if loop is None or backend is None:
             return 0

@@ -2,6 +2,7 @@
 
 import logging
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -30,6 +31,9 @@ def log_task(
     ms = round((time.monotonic() - task.since) * 1000)
     about = ", ".join((f"attempt {task.attempt_index + 1}", duration(ms), *notes))
     extra = {"action": action, **task.log_fields, "duration_ms": ms}
+    if cause is not None and level < logging.ERROR:
+        # People get one line; the attempt keeps the traceback, and so does the record.
+        extra["exception"], cause = "".join(traceback.format_exception(cause)).rstrip(), None
     name, short = task.execution_kind, task.execution_id.short
     log.log(level, "%s %s %s (%s)", name, short, text, about, exc_info=cause, extra=extra)
 

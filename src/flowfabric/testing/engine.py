@@ -6,10 +6,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-import msgspec
-
 from flowfabric.core.closing import Closing
-from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.valkey.connect import start_embedded
@@ -60,21 +57,15 @@ class TestEngine(Closing):
 
     def advance(self, ms: int) -> None:
         """Move the clock and run the timers that are due then."""
-        keepers = [runtime.worker.keeper for runtime in list(live)]
-        # Workers that live would have renewed their leases meanwhile.
-        kept = [
-            msgspec.structs.replace(handle, lease_ttl_ms=handle.lease_ttl_ms + ms)
-            for keeper in keepers
-            for handle in keeper.handles
-        ]
-        self._portal.call(lambda: self._advance(ms, kept))
-        for keeper in keepers:
+        workers = [runtime.worker for runtime in list(live) if not runtime.worker.vanished]
+        instances = [worker.config.worker_instance_id for worker in workers]
+        self._portal.call(lambda: self._advance(ms, instances))
+        for worker in workers:
             # A handler whose attempt timed out stops now.
-            keeper.renew_all()
+            worker.keeper.renew_all()
 
-    async def _advance(self, ms: int, kept: list[Handle]) -> None:
-        await self._backend.leases.renew_many(kept)
-        await self._clock.advance(ms)
+    async def _advance(self, ms: int, instances: list[str]) -> None:
+        await self._clock.advance(ms, instances)
         await self._run_timers()
 
     def run_timers(self) -> int:

@@ -66,13 +66,22 @@ class TestFabric(Fabric):
         self._seen: set[tuple[str, str | None]] = set()
         self.clock = Clock(engine)
         """The engine's clock: `fabric.clock.advance("1h")`."""
-        self._redirections.enter_context(self.location.redirected(engine.address))
 
     def use(self, app: F) -> F:
         """Run an application on the test engine until the test ends; returns the application."""
-        self._redirections.enter_context(app.location.redirected(self._engine.address))
+        self._redirections.enter_context(self._redirected(app))
         self._apps.append(app)
         return app
+
+    @contextlib.contextmanager
+    def _redirected(self, app: Fabric) -> Generator[None]:
+        # A client that is connected elsewhere serves again after the test.
+        opening, app._opening = app._opening, None  # noqa: SLF001
+        try:
+            with app.location.redirected(self._engine.address):
+                yield
+        finally:
+            app._opening = opening  # noqa: SLF001
 
     async def drain(self, timeout: Duration = 30) -> list[Ended]:
         """Run everything that can run now, until nothing is left; returns what ended.
@@ -189,6 +198,8 @@ class TestFabric(Fabric):
         await super().disconnect()
 
     def __enter__(self) -> Self:
+        self._engine.empty()
+        self._redirections.enter_context(self._redirected(self))
         return self
 
     def __exit__(self, *_: object) -> None:

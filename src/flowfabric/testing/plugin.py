@@ -27,7 +27,6 @@ def fabric(flowfabric_engine: "TestEngine") -> "Iterator[TestFabric]":
     """An empty engine for this test. `fabric.use(app)` runs your application on it."""
     from flowfabric.testing.fabric import TestFabric  # noqa: PLC0415
 
-    flowfabric_engine.empty()
     with TestFabric(flowfabric_engine) as fabric:
         yield fabric
 
@@ -44,14 +43,20 @@ def sync_fabric(fabric: "TestFabric") -> "Iterator[SyncTestFabric]":
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Close the connections of a test in its own event loop, whichever plugin runs that."""
-    if isinstance(item, pytest.Function):
-        fabric: Any = item.funcargs.get("fabric")
-        if fabric is not None and inspect.iscoroutinefunction(item.obj):
-            item.obj = _closing(item.obj, fabric)
-    return (yield)
+    if not isinstance(item, pytest.Function) or not _is_ours(item):
+        return (yield)
+    test, item.obj = item.obj, _closing(item.obj, item.funcargs["fabric"])
+    try:
+        return (yield)
+    finally:
+        item.obj = test
 
 
-def _closing(test: Any, fabric: "TestFabric") -> Any:
+def _is_ours(item: pytest.Function) -> bool:
+    return "fabric" in item.funcargs and inspect.iscoroutinefunction(item.obj)
+
+
+def _closing(test: Any, fabric: Any) -> Any:
     @functools.wraps(test)
     async def run(*args: Any, **kwargs: Any) -> None:
         async with fabric:
@@ -62,8 +67,8 @@ def _closing(test: Any, fabric: "TestFabric") -> Any:
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run an `async def` test that uses `fabric`, unless another plugin does."""
-    if "fabric" not in pyfuncitem.funcargs or not inspect.iscoroutinefunction(pyfuncitem.obj):
+    if not _is_ours(pyfuncitem):
         return None
-    names = inspect.signature(pyfuncitem.obj).parameters
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    given, names = pyfuncitem.funcargs, inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: given[name] for name in names if name in given}))
     return True

@@ -11,7 +11,9 @@ from flowfabric.cli import options
 from flowfabric.cli.options import Deployment, Target
 from flowfabric.cli.session import NoDataYet, open_backend
 from flowfabric.cli.views.screen import Row, Screen, print_json
+from flowfabric.core.errors import NotFoundError
 from flowfabric.core.text import age
+from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.places import LaneSettings
 from flowfabric.engine.api.workers import WorkerEntry
 
@@ -68,13 +70,21 @@ async def lanes(target: Deployment) -> None:
         async with open_backend(target) as backend:
             names = await backend.places.lanes_in_use()
             settings, counts, live = await asyncio.gather(
-                asyncio.gather(*map(backend.lanes.get_lane, names)),
+                asyncio.gather(*(_settings(backend, name) for name in names)),
                 backend.listings.count_lanes(names),
                 backend.workers.list_workers(None, limit=None),
             )
         serving = Counter(lane for worker in live for lane in worker.lanes)
         found = [_lane(each, counts[each.lane_id], serving[each.lane_id]) for each in settings]
     _print(target, found, [_lane_row(entry) for entry in found], "No lanes yet.")
+
+
+async def _settings(backend: Backend, lane: str) -> LaneSettings:
+    """The lane's settings; those of a new lane if it was forgotten meanwhile."""
+    try:
+        return await backend.lanes.get_lane(lane)
+    except NotFoundError:
+        return LaneSettings(lane_id=lane)
 
 
 def _lane(settings: LaneSettings, counts: Mapping[str, int], workers: int) -> _LaneEntry:

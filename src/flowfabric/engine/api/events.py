@@ -181,12 +181,19 @@ class EventFilter(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise `invalid_input` for a part of the wrong type."""
-        for name in ("namespace", "lane", "kind", "flow_id", "execution_id", "outcome"):
+        for name in ("namespace", "lane", "kind", "flow_id", "outcome"):
             if getattr(self, name) is not None:
                 check.text(getattr(self, name), name)
+        self.canonical()
         if self.types is not None:
             check.texts(self.types, "types")
         validate_tag_filter(self.tags)
+
+    def canonical(self) -> Self:
+        """The filter with its execution id as it is stored."""
+        if self.execution_id is None:
+            return self
+        return msgspec.structs.replace(self, execution_id=ExecutionId.parse(self.execution_id))
 
     def accepts(self, event: Event) -> bool:
         """Whether the entry itself matches; tags are compared separately."""

@@ -163,7 +163,7 @@ class FeedSubscription(AsyncClosing, Generic[api.F]):
         self._reader = FeedReader(selection.source, cursor)
         self._families = frozenset(request.families)
         self._form = request.form
-        self._where = request.options.get("where") or api.EventFilter()
+        self._where = (request.options.get("where") or api.EventFilter()).canonical()
         self._member = member
         self._on_close = on_close
         self._ready: deque[tuple[str, Position, api.Event | errors.CorruptionError | None]] = (

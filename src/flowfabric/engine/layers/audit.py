@@ -10,7 +10,7 @@ import inspect
 import logging
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,7 +18,7 @@ from flowfabric.core.contracts.executions import Cancelled, Completed, TerminalF
 from flowfabric.core.contracts.leases import Claim, ClaimedMany, Handle, ReclaimCapExceeded
 from flowfabric.core.contracts.suspension import RotationSummary
 from flowfabric.core.errors import EngineError
-from flowfabric.core.ids import WaitpointToken
+from flowfabric.core.ids import ExecutionId, IdParseError, WaitpointToken
 from flowfabric.engine.api import check
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.reads import Reads
@@ -278,7 +278,11 @@ def _subject(given: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(holder, Handle):
         return _lease(holder)
     named = given.get("execution_id") or getattr(given.get("grant"), "execution_id", None)
-    return {} if named is None else {"execution_id": str(named)}
+    if named is None:
+        return {}
+    with suppress(IdParseError):
+        named = ExecutionId(named)
+    return {"execution_id": str(named)}
 
 
 def _lease(handle: Handle) -> dict[str, Any]:

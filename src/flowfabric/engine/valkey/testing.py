@@ -1,6 +1,7 @@
 """A deployment for tests: it can be emptied, and its clock can be moved."""
 
 import secrets
+from collections.abc import Sequence
 from typing import cast
 
 from flowfabric.core.partition import PartitionCounts
@@ -21,9 +22,12 @@ class EngineClock:
         self._calls = cast("ValkeyBackend", backend).calls
         self._offset_ms = 0
 
-    async def advance(self, ms: int) -> None:
-        """Move it forward, or backward if negative; a stopped clock runs again."""
-        await self._move(self._offset_ms + ms)
+    async def advance(self, ms: int, live: Sequence[str] = ()) -> None:
+        """Move it forward, or backward if negative; a stopped clock runs again.
+
+        The worker instances that are `live` keep their leases.
+        """
+        await self._move(self._offset_ms + ms, live)
 
     async def reset(self) -> None:
         """Set it to the server's time."""
@@ -33,8 +37,9 @@ class EngineClock:
         """Stop it at this time."""
         await self._calls.fcall("ff_test_freeze", "{fp:0}", (at_ms,), op="test")
 
-    async def _move(self, offset_ms: int) -> None:
-        await self._calls.fcall("ff_test_clock", "{fp:0}", (offset_ms,), op="test")
+    async def _move(self, offset_ms: int, live: Sequence[str] = ()) -> None:
+        args = (offset_ms, self._calls.counts.flow, *live)
+        await self._calls.fcall("ff_test_clock", "{fp:0}", args, op="test")
         self._offset_ms = offset_ms
 
 

@@ -84,7 +84,7 @@ class ValkeyWaitpoints(Waitpoints):
             execution_id, "ff_close_waitpoint", args, lambda reply: _CLOSED[tuple(reply[2:])]
         )
         if before == "active":
-            where = {"execution_id": execution_id, "waitpoint_id": waitpoint_id}
+            where = {"execution_id": ExecutionId(execution_id), "waitpoint_id": waitpoint_id}
             log.warning(
                 "an active waitpoint was closed: no signal can end the pause there",
                 extra={"action": "waitpoint_closed", **where},
