@@ -113,10 +113,20 @@ async def test_a_lost_lease_ends_cancelled(engine: Engine) -> None:
     await flow.claim()
     await cancel(flow)
     await engine.advance(TTL + 1)
-    await engine.backend.upkeep.mark_lease_expired_if_due(flow.tag, [flow.nodes["a"]])
-    assert await flow.claim() == []
+    marked = await engine.backend.upkeep.mark_lease_expired_if_due(flow.tag, [flow.nodes["a"]])
+    assert marked == ["cancelled"]
     assert await flow.state("a") == "cancelled"
     assert await reason(flow, "a") == "why"
+    assert (await flow.snapshot()).finished_at is not None
+
+
+async def test_a_revoked_lease_ends_cancelled_at_the_next_claim(engine: Engine) -> None:
+    flow = await submitted(engine, "a")
+    await flow.claim()
+    await cancel(flow)
+    await engine.backend.leases.revoke_lease(flow.nodes["a"])
+    assert await flow.claim() == []
+    assert await flow.state("a") == "cancelled"
 
 
 async def test_flow_only_leaves_members_alone(engine: Engine) -> None:

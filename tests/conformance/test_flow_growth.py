@@ -6,7 +6,14 @@ import asyncio
 
 import msgspec
 
-from flowfabric.core.contracts.flows import AnyOf, EdgeApplied, GraphEdge, GraphNode, Submitted
+from flowfabric.core.contracts.flows import (
+    AnyOf,
+    CascadeCounts,
+    EdgeApplied,
+    GraphEdge,
+    GraphNode,
+    Submitted,
+)
 from tests.support.engine import Engine, refused
 from tests.support.flows import TestFlow, graph, submitted
 
@@ -72,7 +79,7 @@ async def test_an_edge_from_an_ended_upstream_decides_at_once(engine: Engine) ->
     applied = await engine.backend.flows.add_dependency(
         flow.flow_id, flow.nodes["a"], flow.nodes["b"]
     )
-    assert applied == EdgeApplied(0, "satisfied", 4)
+    assert applied == EdgeApplied(0, "satisfied", 4, CascadeCounts(resolved=1))
     applied = await engine.backend.flows.add_dependency(
         flow.flow_id, flow.nodes["a"], flow.nodes["c"], dependency_kind="failure_only"
     )

@@ -9,6 +9,7 @@ import pytest
 
 from flowfabric.core.contracts.flows import (
     AnyOf,
+    CascadeCounts,
     DependencyKind,
     EdgeApplied,
     GraphEdge,
@@ -16,6 +17,7 @@ from flowfabric.core.contracts.flows import (
     Submitted,
 )
 from flowfabric.core.contracts.leases import Handle
+from flowfabric.core.ids import new_uuid
 from flowfabric.core.state import ExpireReason, PublicState
 from tests.support.engine import Engine, refused, untouched
 from tests.support.flows import TestFlow, graph, submitted
@@ -178,6 +180,34 @@ async def test_an_unknown_kind_or_a_bad_input_name_is_refused(engine: Engine) ->
 # --- gates after a join (B9) ------------------------------------------------------
 
 
+async def test_the_form_of_an_edge_comes_after_its_flow_and_before_its_ends(engine: Engine) -> None:
+    flow = await submitted(engine, "a b")
+    stage = engine.backend.flows.stage_dependency_edge
+    a, b = flow.nodes["a"], flow.nodes["b"]
+    edge_id, stranger = new_uuid(), engine.new_id("elsewhere")
+    bad: list[dict[str, Any]] = [
+        {"dependency_kind": "always"},
+        {"data_passing_ref": "x" * 1025},
+        {"input_name": "two words"},
+    ]
+    missing = next(each for each in iter(new_uuid, "") if TestFlow.tag_of(engine, each) == flow.tag)
+    await stage(flow.flow_id, a, b, edge_id=edge_id)
+    for wrong in bad:
+        async with untouched(engine):
+            await refused(stage(missing, a, b, **wrong), "flow_not_found")
+            await refused(
+                stage(flow.flow_id, b, a, edge_id=edge_id, **wrong), "dependency_already_exists"
+            )
+            await refused(
+                stage(flow.flow_id, a, b, expected_graph_revision=0, **wrong),
+                "stale_graph_revision",
+            )
+            await refused(stage(flow.flow_id, a, stranger, **wrong), "invalid_input")
+            await refused(stage(flow.flow_id, a, stranger), "execution_not_in_flow")
+    await engine.backend.flows.cancel_flow(flow.flow_id)
+    await refused(stage(flow.flow_id, a, b, **bad[0]), "flow_already_terminal")
+
+
 async def test_a_member_of_a_held_flow_waits_for_its_release_and_its_time(engine: Engine) -> None:
     flow = await with_nodes(engine, "a>b", b={"delay_ms": 20_000}, flow={"hold": True})
     info = await engine.backend.reads.read_execution_info(flow.nodes["a"])
@@ -198,7 +228,7 @@ async def test_an_edge_satisfied_in_a_held_flow_leaves_the_hold(engine: Engine) 
     flow = await with_nodes(engine, "a b", flow={"hold": True})
     await engine.backend.executions.cancel_execution(flow.nodes["a"])
     applied = await add(flow, "a", "b", dependency_kind="terminal")
-    assert applied == EdgeApplied(0, "satisfied", 3)
+    assert applied == EdgeApplied(0, "satisfied", 3, CascadeCounts(resolved=1, promoted=1))
     info = await engine.backend.reads.read_execution_info(flow.nodes["b"])
     assert info.state_vector.eligibility_state.value == "blocked_by_operator"
     assert await flow.claim() == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from flowfabric.core.contracts.flows import (
@@ -14,10 +15,12 @@ from flowfabric.core.contracts.flows import (
     HeaderAlreadyTerminal,
     HeaderCancelled,
     Quorum,
+    Submitted,
 )
 from flowfabric.core.ids import new_uuid
+from flowfabric.core.state import ExpireReason
 from tests.support.engine import Engine, refused
-from tests.support.flows import TestFlow, submitted
+from tests.support.flows import TestFlow, graph, submitted
 
 DAY = 86_400_000
 
@@ -307,6 +310,35 @@ async def test_an_end_tells_what_it_meant_for_others(engine: Engine, how: str) -
     assert (cascade.resolved, cascade.promoted, cascade.skipped, cascade.pending) == (
         (1, 1, 0, False) if good else (2, 0, 2, False)
     )
+
+
+async def test_a_late_edge_tells_what_it_meant_for_others(engine: Engine) -> None:
+    flow = await submitted(engine, "a b>c>d x")
+    flows = engine.backend.flows
+    await flow.end("a", "failed")
+    applied: Any = await flows.add_dependency(flow.flow_id, flow.nodes["a"], flow.nodes["c"])
+    assert (applied.resolution, applied.cascade.skipped) == ("impossible", 2)
+    staged = await flows.stage_dependency_edge(flow.flow_id, flow.nodes["a"], flow.nodes["x"])
+    applied = await flows.apply_dependency_to_child(flow.flow_id, staged.edge_id)
+    assert (applied.resolution, applied.cascade.resolved) == ("impossible", 1)
+
+
+async def test_an_expired_member_leaves_nothing_to_a_scanner(engine: Engine) -> None:
+    """What one call cannot do is continued by the client that made it."""
+    children = " ".join(f"a>c{n}" for n in range(300))
+    plain = graph(children)
+    root = msgspec.structs.replace(plain.nodes[0], execution_deadline_at=await engine.now() + 1000)
+    outcome = await engine.backend.flows.submit_flow(
+        msgspec.structs.replace(plain, nodes=(root, *plain.nodes[1:]))
+    )
+    assert isinstance(outcome, Submitted)
+    flow = TestFlow(engine, outcome)
+    await engine.advance(1001)
+    upkeep = engine.backend.upkeep
+    due = ExpireReason.EXECUTION_DEADLINE
+    assert await upkeep.expire_execution(flow.tag, due, [flow.nodes["a"]]) == ["expired"]
+    assert await engine.backend.flows.wait_flow(flow.flow_id, 10) == "failed"
+    assert (await flow.snapshot()).members == {"expired": 1, "skipped": 300}
 
 
 async def test_an_end_without_a_flow_tells_nothing(engine: Engine) -> None:

@@ -15,7 +15,7 @@ from flowfabric.engine.valkey import keys
 from flowfabric.scanners import ScannerFilter
 from flowfabric.scanners.base import ScanResult
 from tests.support.engine import Engine
-from tests.support.flows import TestFlow, set_units, submitted, without_followups
+from tests.support.flows import TestFlow, graph, set_units, submitted, without_followups
 from tests.support.scanning import break_record, idle, running, until
 from tests.support.subflows import child, parent
 
@@ -408,6 +408,47 @@ async def test_flows_are_deleted_after_their_retention(engine: Engine) -> None:
     assert await supervisor.scan_once("flow_projector") == ScanResult(processed=1)
     assert await engine.backend.flows.describe_flow(flow.flow_id) is None
     assert await engine.backend.flows.describe_flow(kept.flow_id) is not None
+
+
+async def test_flows_that_are_due_are_found_among_many(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many flows are not due, a cycle deletes those that are."""
+    flows = [await submitted(engine, "a") for _ in range(20)]
+    last = max(flows, key=lambda flow: (flow.tag, flow.flow_id))
+    await last.end("a")
+    await engine.advance(86_400_001)
+    monkeypatch.setattr("flowfabric.scanners.flow_jobs._PROJECTED_PER_CYCLE", 2)
+    supervisor = idle(engine)
+    await supervisor.scan_once("retention_trimmer")
+    await supervisor._runners["flow_projector"].cycle()
+    assert await engine.backend.flows.describe_flow(last.flow_id) is None
+
+
+async def test_a_flow_that_goes_on_is_not_deleted(engine: Engine) -> None:
+    flow = await submitted(engine, "a")
+    await flow.end("a")
+    await engine.advance(86_400_001)
+    supervisor = idle(engine)
+    await supervisor.scan_once("retention_trimmer")
+    extended = await engine.backend.flows.extend_flow(flow.flow_id, graph("b").nodes)
+    flow.nodes = extended.nodes
+    await supervisor.scan_once("flow_projector")
+    assert (await flow.snapshot()).members == {"completed": 1, "waiting": 1}
+    await flow.end("b")
+    await engine.advance(86_400_001)
+    await supervisor.scan_once("retention_trimmer")
+    await supervisor.scan_once("flow_projector")
+    assert await engine.backend.flows.describe_flow(flow.flow_id) is None
+
+
+async def test_a_cancelled_flow_without_members_is_deleted(engine: Engine) -> None:
+    flow_id = new_uuid()
+    await engine.backend.flows.create_flow(flow_id, "empty")
+    await engine.backend.flows.cancel_flow(flow_id)
+    await engine.advance(86_400_001)
+    assert await idle(engine).scan_once("flow_projector") == ScanResult(processed=1)
+    assert await engine.backend.flows.describe_flow(flow_id) is None
 
 
 async def test_the_projector_comes_round_to_every_flow(engine: Engine) -> None:

@@ -24,8 +24,8 @@ _WAITPOINT = re.compile(r"^(?P<record>ff:wp:\{fp:\d+\}:[0-9a-f-]{36})(:signals)?
 _SIGNAL = re.compile(rf"^(?P<record>ff:signal:(?P<id>{_ID}):[0-9a-f-]{{36}})(:payload)?$")
 _INDEX = re.compile(
     r"^ff:idx:\{fp:\d+\}:(all_executions|lease_expiry|attempt_timeout|execution_deadline"
-    r"|purge_backlog|flow_index|cascade_(backlog|failed|poison)|pending_cancel_groups"
-    r"|release_backlog|reopen_backlog|replay_backlog|subflow_outbox|cancel_backlog|suspension_timeout|pending_waitpoint_expiry|worker:\S+:leases"
+    r"|purge_backlog|flow_index|flow_due|cascade_(backlog|failed|poison)|pending_cancel_groups"
+    r"|release_backlog|reopen_backlog|replay_backlog|subflow_(outbox|parked)|cancel_backlog|suspension_timeout|pending_waitpoint_expiry|worker:\S+:leases"
     r"|lane:[^:]+:(eligible(:.+)?|sigs|delayed|active|reclaimable(:.+)?|terminal|config|suspended"
     r"|blocked:\w+|claimed:.+))$"
 )

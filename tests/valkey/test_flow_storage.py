@@ -22,7 +22,7 @@ from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.address import parse_url
 from tests.support.engine import Engine, refused
-from tests.support.flows import TestFlow, set_units, submitted, without_followups
+from tests.support.flows import TestFlow, graph, set_units, submitted, without_followups
 from tests.support.proxy import FaultProxy
 from tests.support.server import TestServer
 
@@ -233,13 +233,31 @@ async def test_a_large_flow_is_deleted_in_steps(engine: Engine) -> None:
 async def test_a_deletion_that_was_cut_off_is_finished_by_the_audit(engine: Engine) -> None:
     flow = await submitted(engine, "a>b")
     await flow.end("a", "failed")
-    args = (flow.flow_id, "")
+    args = (flow.flow_id, "", 0)
     await engine.backend.calls.fcall("ff_delete_flow", flow.tag, args, op="test")
     assert await engine.backend.flows.describe_flow(flow.flow_id) is None
     with pytest.raises(EngineError):
         await engine.backend.flows.wait_flow(flow.flow_id, 1)
     assert await engine.backend.flows.project_flow_summary(flow.flow_id) == FlowAudit("deleted")
     assert await flow_keys(engine, flow.flow_id) == []
+
+
+async def test_a_flow_of_that_id_replaces_one_whose_deletion_was_cut_off(engine: Engine) -> None:
+    backend = engine.backend
+    large = graph(" ".join(f"m{n}" for n in range(90)))
+    for again in (
+        lambda: backend.flows.submit_flow(large),
+        lambda: backend.flows.create_flow(large.flow_id, "new"),
+    ):
+        await backend.flows.submit_flow(large)
+        await backend.flows.cancel_flow(large.flow_id)
+        tag = TestFlow.tag_of(engine, large.flow_id)
+        await backend.calls.fcall("ff_delete_flow", tag, (large.flow_id, "", 0), op="test")
+        for _ in range(2):
+            await refused(again(), "execution_being_deleted")
+        assert (await again()).kind in ("submitted", "created")
+        await backend.flows.cancel_flow(large.flow_id)
+        await backend.flows.delete_flow(large.flow_id)
 
 
 async def test_children_are_looked_at_from_where_the_last_look_stopped(engine: Engine) -> None:

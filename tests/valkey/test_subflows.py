@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from flowfabric.core.errors import TransportError
 from flowfabric.engine.valkey import keys
 from tests.support.engine import Engine
+from tests.support.scanning import idle
 from tests.support.subflows import child, drained, parent
 
 
@@ -93,18 +95,84 @@ async def test_messages_that_arrive_twice_change_nothing(engine: Engine) -> None
     assert {name[:1] for known in seen.values() for name in known} <= {b"h", b"s", b"f"}
 
 
-async def test_a_message_that_cannot_be_delivered_stays(engine: Engine) -> None:
+async def test_a_message_that_cannot_be_delivered_is_set_aside(engine: Engine) -> None:
+    """After five retries an operator is told; when the damage is repaired, it can be sent again."""
     flow = await parent(engine, "s t", "s")
     sub = await child(flow, "x", spread=True)
     await drained(engine, flow, sub)
+    backend = engine.backend
+    partition = next(iter(sub.nodes.values())).partition
     core = keys.core(flow.tag, flow.nodes["s"])
-    call = engine.backend.transport.call
-    await call("HSET", core, "priority", "high")
+    await backend.transport.call("HSET", core, "priority", "high")
     await sub.end("x", result=b"1")
-    for _ in range(3):
-        await drained(engine, flow, sub)
-        assert await outbox(engine, sub.tag)
-    await call("HDEL", core, "priority")
+    await backend.drains.aclose()
+    while await outbox(engine, sub.tag):
+        assert not await backend.upkeep.parked_units(sub.tag)
+        await backend.flows.drain_cascade(partition)
+    ((unit, why),) = (await backend.upkeep.parked_units(sub.tag)).items()
+    assert unit == f"m|{sub.flow_id}|f"
+    assert "priority" in why
+    await backend.transport.call("HDEL", core, "priority")
+    await drained(engine, flow, sub)
+    assert (await flow.state("s")).value == "waiting_children"
+    await backend.flows.drain_cascade(partition, parked=True)
+    assert (await flow.state("s")).value == "completed"
+    assert await backend.reads.get_execution_result(flow.nodes["s"]) == b"1"
+    assert not await backend.upkeep.parked_units(sub.tag)
+    assert not await outbox(engine, sub.tag)
+
+
+async def test_a_partition_that_is_away_costs_no_message(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flow = await parent(engine, "s t", "s")
+    sub = await child(flow, "x", spread=True)
+    await drained(engine, flow, sub)
+    await engine.backend.drains.aclose()
+    await sub.end("x", result=b"1")
+    partition = next(iter(sub.nodes.values())).partition
+    fcall = engine.backend.calls.fcall
+
+    async def away(function: str, tag: str, *args: Any, **options: Any) -> Any:
+        if tag == flow.tag:
+            raise TransportError("transport", "away")
+        return await fcall(function, tag, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.backend.calls, "fcall", away)
+        for _ in range(10):
+            await engine.backend.flows.drain_cascade(partition)
+    assert await outbox(engine, sub.tag)
     await drained(engine, flow, sub)
     assert (await flow.state("s")).value == "completed"
-    assert not await outbox(engine, sub.tag)
+
+
+@pytest.mark.parametrize("spread", [False, True])
+async def test_a_deleted_flow_takes_its_subflows_with_it(engine: Engine, spread: bool) -> None:
+    flow = await parent(engine, "a>s")
+    sub = await child(flow, "x>y", spread=spread)
+    await flow.end("a")
+    await drained(engine, flow, sub)
+    for key in "xy":
+        await sub.end(key)
+    await drained(engine, flow, sub)
+    await engine.backend.flows.delete_flow(flow.flow_id)
+    await drained(engine, flow, sub)
+    await idle(engine).scan_once("flow_projector")
+    assert await engine.backend.flows.describe_flow(sub.flow_id) is None
+    assert (await engine.backend.listings.list_executions()).executions == ()
+
+
+async def test_a_subflow_that_nobody_cancelled_ends_with_its_deleted_parent(engine: Engine) -> None:
+    """The message that should have cancelled it was lost."""
+    flow = await parent(engine, "s", "s")
+    sub = await child(flow, "x>y", spread=True)
+    await drained(engine, flow, sub)
+    await engine.backend.drains.aclose()
+    await engine.backend.executions.cancel_execution(flow.nodes["s"])
+    await engine.backend.transport.call("DEL", keys.index(flow.tag, "subflow_outbox"))
+    await engine.backend.flows.delete_flow(flow.flow_id)
+    await drained(engine, flow, sub)
+    assert await sub.states() == {"x": "cancelled", "y": "cancelled"}
+    await idle(engine).scan_once("flow_projector")
+    assert await engine.backend.flows.describe_flow(sub.flow_id) is None

@@ -157,20 +157,35 @@ def sibling_scanners(backend: Backend) -> list[QueueScanner]:
     ]
 
 
-class FlowProjector:
-    """Compares the counters of flows with their members, some in each cycle, and repairs them.
+class _DueFlows(DueScanner):
+    """Deletes flows whose retention is over, and submissions that were given up."""
 
-    The same call deletes flows whose retention is over, and submissions that were given up.
+    def is_member(self, tag: str, member: str) -> bool:  # noqa: ARG002
+        return is_uuid(member)
+
+    async def accepted(self, cycle: Cycle, tag: str, ids: Sequence[str]) -> list[str]:  # noqa: ARG002
+        return list(ids)
+
+
+class FlowProjector:
+    """Deletes flows that are due, compares the counters of others with their members, some in each
+    cycle, and repairs them.
     """
 
     name = "flow_projector"
 
-    def __init__(self) -> None:
+    def __init__(self, backend: Backend) -> None:
         self.repaired = 0
+        self._due = _DueFlows(self.name, backend.upkeep.delete_due_flows, "flow_due")
         self._next = ("", "")
         """The partition and the flow after which the next cycle continues."""
 
     async def scan(self, cycle: Cycle) -> None:
+        if await cycle.backend.upkeep.any_exists(self._due.indexes(cycle.territory)):
+            await self._due.scan(cycle)
+        await self._audit_some(cycle)
+
+    async def _audit_some(self, cycle: Cycle) -> None:
         first, after = ("", "") if cycle.thorough else self._next
         tags = sorted(cycle.territory, key=lambda tag: (tag < first, tag))
         budget, self._next = _PROJECTED_PER_CYCLE, ("", "")

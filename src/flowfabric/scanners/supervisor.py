@@ -242,8 +242,9 @@ class ScannerSupervisor:
         ]
         watched = [scanner for scanner in watched if scanner.name not in settings.disabled]
         trimmer = jobs.RetentionTrimmer(backend, settings.events_retention_ms)
-        audits = [IndexReconciler(), flow_jobs.DependencyReconciler(), flow_jobs.FlowProjector()]
-        scanners: list[Scanner] = [*watched, *audits, trimmer, jobs.WorkerSweeper()]
+        audits = [IndexReconciler(), flow_jobs.DependencyReconciler()]
+        projector = flow_jobs.FlowProjector(backend)
+        scanners: list[Scanner] = [*watched, *audits, projector, trimmer, jobs.WorkerSweeper()]
         self.hints = DueHints(backend)
         """Tell it the delays this process sets; they then end at their exact time."""
         duty = duty_of(settings.filter, settings.disabled)

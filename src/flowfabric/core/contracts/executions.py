@@ -61,7 +61,7 @@ class Completed(NamedOutcome[Literal["completed"]], frozen=True):
     execution_id: ExecutionId
     public_state: PublicState = PublicState.COMPLETED
     cascade: CascadeCounts | None = None
-    """What that meant for executions that depend on it; None if none does."""
+    """What that meant for executions that depend on it; None if none does, and in batches."""
 
 
 class RetryScheduled(NamedOutcome[Literal["retry_scheduled"]], frozen=True):

@@ -100,6 +100,16 @@ class FlowGraph(msgspec.Struct, frozen=True, kw_only=True):
     """Whether its members wait for `release_flow`."""
 
 
+class CascadeCounts(msgspec.Struct, frozen=True):
+    """What a call did for members that depend on others."""
+
+    resolved: int = 0
+    promoted: int = 0
+    skipped: int = 0
+    cancelled: int = 0
+    pending: bool = False
+
+
 class FlowCreated(NamedOutcome[Literal["created"]], frozen=True):
     """The flow exists now."""
 
@@ -147,6 +157,8 @@ class EdgeApplied(NamedOutcome[Literal["applied"]], frozen=True):
     resolution: str = ""
     """What an upstream that had ended already decided at once."""
     graph_revision: int = 0
+    cascade: CascadeCounts | None = None
+    """What that meant for other members; None if nothing."""
 
 
 class AlreadyApplied(NamedOutcome[Literal["already_applied"]], frozen=True):
@@ -189,6 +201,7 @@ class Spawned(NamedOutcome[Literal["spawned"]], frozen=True):
     graph_revision: int
     nodes: dict[str, ExecutionId]
     parked: bool = False
+    cascade: CascadeCounts | None = None
 
 
 class Released(NamedOutcome[Literal["released"]], frozen=True):
@@ -224,16 +237,6 @@ class PartiallyCancelled(NamedOutcome[Literal["partially_cancelled"]], frozen=Tr
 
 
 CancelFlowOutcome = FlowCancelled | CancellationScheduled | PartiallyCancelled
-
-
-class CascadeCounts(msgspec.Struct, frozen=True):
-    """What a call did for members that depend on others."""
-
-    resolved: int = 0
-    promoted: int = 0
-    skipped: int = 0
-    cancelled: int = 0
-    pending: bool = False
 
 
 class FlowDeleted(NamedOutcome[Literal["deleted"]], frozen=True):

@@ -276,7 +276,10 @@ class Flows(Concern, Protocol):
         ...
 
     async def delete_flow(self, flow_id: str) -> flows.FlowDeleted:
-        """Delete an ended flow with all its members; `flow_not_terminal` if it has not ended."""
+        """Delete an ended flow with all its members; `flow_not_terminal` if it has not ended.
+
+        Subflows of its members follow in the background.
+        """
         ...
 
     async def replay_flow(self, flow_id: str, *, failed_only: bool = True) -> flows.FlowReplayed:
@@ -338,8 +341,13 @@ class Flows(Concern, Protocol):
         """Forget a group whose siblings have all ended; cancels nothing."""
         ...
 
-    async def drain_cascade(self, partition: int, *, retry: bool = True) -> flows.CascadeCounts:
-        """Go on with what earlier calls left to do, as much as one call may."""
+    async def drain_cascade(
+        self, partition: int, *, retry: bool = True, parked: bool = False
+    ) -> flows.CascadeCounts:
+        """Go on with what earlier calls left to do, as much as one call may.
+
+        With `retry` also what failed before; with `parked` also what was given up.
+        """
         ...
 
     async def drain_flow_cancel(self, flow_id: str) -> tuple[int, int, int]:

@@ -116,6 +116,10 @@ class Upkeep(Concern, Protocol):
         """Cancel the members that cancelled flows still owe, until none is left."""
         ...
 
+    async def delete_due_flows(self, tag: str, ids: Iterable[str]) -> list[str]:
+        """Delete flows whose retention is over, and submissions that were given up."""
+        ...
+
     async def audit_dependencies(
         self, tag: str, members: Sequence[tuple[str, str]]
     ) -> list[DependencyAudit]:

@@ -199,12 +199,24 @@ class FunctionCalls:
             function, known.tag, (known, *args), decode, op=op, replay_safe=replay_safe
         )
 
-    async def ask_each(self, function: str, tag: str, *args: Arg) -> list[str]:
-        """One word per item, from functions that scanners call; an item may be malformed."""
-        named = as_stored(args)
-        return await self.ask(
-            function, tag, named, lambda reply: [_readable(answer) for answer in reply[2]]
-        )
+    async def ask_each(
+        self,
+        function: str,
+        tag: str,
+        *args: Arg,
+        told: Callable[[str, Sequence[Any]], None] | None = None,
+    ) -> list[str]:
+        """One word per item, from functions that scanners call; an item may be malformed.
+
+        `told` gets what the reply says beside them.
+        """
+
+        def decode(reply: list[Any]) -> list[str]:
+            if told is not None:
+                told(tag, reply[3:])
+            return [_readable(answer) for answer in reply[2]]
+
+        return await self.ask(function, tag, as_stored(args), decode)
 
     async def server_time_ms(self) -> int:
         """The engine's clock."""

@@ -15,14 +15,6 @@ _PENDING = 4
 Step = Callable[[], Awaitable[bool]]
 
 
-def cascade_of(told: Sequence[Any]) -> CascadeCounts | None:
-    """What the end of a reply says that its call did for other members; None if nothing."""
-    if not told or told[0] is None:
-        return None
-    *counts, pending = told[0]
-    return CascadeCounts(*counts, pending=pending == 1)
-
-
 class CascadeDrains:
     """One task per partition at a time; scanners do the same work if the process ends."""
 
@@ -39,6 +31,14 @@ class CascadeDrains:
         """Continue if the end of a reply says that something is left."""
         if told and told[0] is not None and told[0][_PENDING]:
             self.drain(tag)
+
+    def told(self, tag: str, told: Sequence[Any]) -> CascadeCounts | None:
+        """What the end of a reply says that its call did for other members; None if nothing."""
+        self.note(tag, told)
+        if not told or told[0] is None:
+            return None
+        *counts, pending = told[0]
+        return CascadeCounts(*counts, pending=pending == 1)
 
     def drain(self, tag: str) -> None:
         """Resolve, promote, skip and reopen until nothing is left in the partition."""

@@ -8,7 +8,6 @@ import msgspec
 from flowfabric.core import graph as graphs
 from flowfabric.core.contracts import executions
 from flowfabric.core.contracts.executions import NewExecution
-from flowfabric.core.contracts.flows import CascadeCounts
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import EngineError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId, new_uuid
@@ -18,7 +17,7 @@ from flowfabric.core.text import FAILURE_REASON_LIMIT
 from flowfabric.engine.api import check
 from flowfabric.engine.api import executions as api
 from flowfabric.engine.valkey.calls import FunctionCalls, at_once, decoding, proof, refused, text
-from flowfabric.engine.valkey.drains import CascadeDrains, cascade_of
+from flowfabric.engine.valkey.drains import CascadeDrains
 from flowfabric.engine.valkey.places import ValkeyPlaces, lane_limit
 
 PUBLIC: dict[bytes, PublicState] = {state.value.encode(): state for state in PublicState}
@@ -102,6 +101,7 @@ class ValkeyExecutions(api.Executions):
             with decoding(reply, "ff_create", "create_execution"):
                 for i, answer in zip(part, reply[2], strict=True):
                     outcomes[i] = _creation_outcome(items[i].execution_id, answer)
+            self._drains.note(tag, reply[3:])
 
         sizes = [len(items[i].input_payload) + len(options[i]) for i in positions]
         parts = api.in_parts(positions, sizes)
@@ -129,13 +129,8 @@ class ValkeyExecutions(api.Executions):
         if error := _completion_error(answer, execution_id):
             raise error
         return executions.Completed(
-            execution_id, cascade=self._cascade(execution_id.tag, reply[3:])
+            execution_id, cascade=self._drains.told(execution_id.tag, reply[3:])
         )
-
-    def _cascade(self, tag: str, told: Sequence[Any]) -> CascadeCounts | None:
-        """What the call did for other members; what it left is continued in the background."""
-        self._drains.note(tag, told)
-        return cascade_of(told)
 
     def _completion_args(
         self, execution_id: str, fence: api.Holder, result: bytes | None, encoding: str
@@ -234,7 +229,7 @@ class ValkeyExecutions(api.Executions):
             if reply[2] == b"retry_scheduled":
                 return executions.RetryScheduled(int(reply[3]), int(reply[4]))
             if reply[2] == b"terminal_failed":
-                return executions.TerminalFailed(self._cascade(execution_id.tag, reply[5:]))
+                return executions.TerminalFailed(self._drains.told(execution_id.tag, reply[5:]))
             raise ValueError(reply)
 
         return await self._calls.ask_about(execution_id, "ff_fail", args, outcome)
@@ -253,7 +248,7 @@ class ValkeyExecutions(api.Executions):
         known = ExecutionId(execution_id)
 
         def outcome(reply: list[Any]) -> executions.Cancelled:
-            return _ENDED[reply[2]](known, cascade=self._cascade(known.tag, reply[3:]))
+            return _ENDED[reply[2]](known, cascade=self._drains.told(known.tag, reply[3:]))
 
         return await self._calls.ask_about(execution_id, "ff_cancel", args, outcome)
 

@@ -104,10 +104,13 @@ class FlowEnds(FlowReads):
         members = await self._member_ids(flow_id, None) if failed else ()
         return tuple(member for member in members if member.uuid in failed)
 
-    async def drain_cascade(self, partition: int, *, retry: bool = True) -> flows.CascadeCounts:
+    async def drain_cascade(
+        self, partition: int, *, retry: bool = True, parked: bool = False
+    ) -> flows.CascadeCounts:
         tag = f"{{fp:{check.whole(partition, 'partition', 0, self._calls.counts.flow - 1)}}}"
+        again = 2 if check.flag(parked, "parked") else int(check.flag(retry, "retry"))
         counts, messages = await self._calls.ask(
-            *("ff_drain_cascade", tag, ("1" if retry else "0",)),
+            *("ff_drain_cascade", tag, (again,)),
             lambda reply: (
                 flows.CascadeCounts(*map(int, reply[2:6]), pending=reply[6] == 1),
                 int(reply[7]),

@@ -30,7 +30,7 @@ class FlowUpkeep(FlowEnds):
         while True:
             try:
                 reply = await self._calls.fcall(
-                    "ff_delete_flow", tag, (flow_id, digest), op="delete_flow"
+                    "ff_delete_flow", tag, (flow_id, digest, 0), op="delete_flow"
                 )
             except NotFoundError:
                 # The reply to the last step was lost, or another process deletes it, too.

@@ -33,7 +33,8 @@ from flowfabric.engine.valkey.flow_upkeep import FlowUpkeep
 _NODES_AT_ONCE = 100
 _EDGES_AT_ONCE = 200
 _BYTES_AT_ONCE = 2_097_152
-_digest = msgspec.msgpack.Encoder().encode
+# Tags in another order are the same tags.
+_digest = msgspec.msgpack.Encoder(order="deterministic").encode
 _pack = msgspec.msgpack.Encoder().encode
 
 Item = tuple[GraphNode, ExecutionId, list[list[str]]]
@@ -215,7 +216,8 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         args.append(_pack(late))
         reply = await self._calls.fcall("ff_spawn", tag, args, op="spawn_children")
         ids = {node.key: child for node, child, _ in items}
-        return flows.Spawned(int(reply[3]), ids, reply[2] == b"moved")
+        cascade = self._drains.told(tag, reply[4:])
+        return flows.Spawned(int(reply[3]), ids, reply[2] == b"moved", cascade)
 
     async def _namespace(self, tag: str, flow_id: str) -> str:
         stored = await self._calls.read(
@@ -293,12 +295,12 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
     ) -> tuple[str, list[Any]]:
         tag = self._tag(flow_id)
         for member in (upstream, downstream):
-            api.check_member(tag, self._calls.checked(member))
+            self._calls.checked(member)
         edge = check.uuid(edge_id, "edge_id")
-        validate_text(ref, "data_passing_ref")
-        check.one_of(kind, "dependency_kind", tuple(graphs.KINDS))
-        if name and not graphs.is_input_name(name):
-            raise invalid_input("input_name", "must be 1 to 64 letters, digits or underscores")
+        # The engine checks the rest in the order of 08 B4: first of all, whether the edge exists.
+        check.text(ref, "data_passing_ref")
+        check.text(kind, "dependency_kind")
+        check.text(name, "input_name")
         expected = "" if revision is None else check.whole(revision, "expected_graph_revision", 0)
         return tag, [flow_id, edge, upstream, downstream, kind, ref, name, expected]
 
@@ -344,7 +346,8 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         )
         if reply[2] == b"already_applied":
             return flows.AlreadyApplied()
-        return flows.EdgeApplied(int(reply[3]), text(reply[4]))
+        cascade = self._drains.told(self._tag(flow_id), reply[5:])
+        return flows.EdgeApplied(int(reply[3]), text(reply[4]), cascade=cascade)
 
     async def add_dependency(
         self,
@@ -365,7 +368,8 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         reply = await self._calls.fcall("ff_stage_edge", tag, (*args, 1), op="add_dependency")
         if reply[2] == b"already_applied":
             return flows.AlreadyApplied()
-        return flows.EdgeApplied(int(reply[4]), text(reply[5]), int(reply[3]))
+        cascade = self._drains.told(tag, reply[6:])
+        return flows.EdgeApplied(int(reply[4]), text(reply[5]), int(reply[3]), cascade)
 
     async def set_edge_group_policy(
         self, flow_id: str, downstream_execution_id: ExecutionId, policy: JoinPolicy

@@ -1,12 +1,18 @@
 """Delivering what the two sides of a subflow tell each other across partitions."""
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from flowfabric.core.errors import EngineError
+from flowfabric.core.errors import (
+    EngineError,
+    NotFoundError,
+    ReplyError,
+    TransportError,
+)
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, text
@@ -41,16 +47,19 @@ class Outbox:
         found = await self._calls.read(key, "HRANDFIELD", key, _AT_ONCE, "WITHVALUES")
         delivered = 0
         for name, message in _pairs(found):
+            head, _, body = message.partition(b"\n")
+            refusal = ""
             try:
                 kind, flow_id = text(name).split("|")
-                head, _, body = message.partition(b"\n")
                 await self._send(tag, kind, flow_id, _decode(head)[1:], body)
             except (EngineError, ValueError) as error:
                 # One that cannot be delivered must not hold up the others.
-                log.warning("message %s of %s stays undelivered: %s", text(name), tag, error)
-                continue
-            await self._call(tag, "ff_ack_message", text(name), head, len(message))
-            delivered += 1
+                log.debug("message %s of %s is not delivered: %s", text(name), tag, error)
+                if _passes(error):
+                    continue
+                refusal = str(error) or repr(error)
+            await self._call(tag, "ff_ack_message", text(name), head, len(message), refusal)
+            delivered += not refusal
         return delivered
 
     async def _send(
@@ -66,6 +75,10 @@ class Outbox:
             case "c":
                 child_tag, policy, reason = parts
                 await self._cancel(child_tag, flow_id, policy, reason)
+            case "d":
+                (child_tag,) = parts
+                with contextlib.suppress(NotFoundError):
+                    await self._call(child_tag, "ff_delete_flow", flow_id, "", "1")
             case _:
                 node, state, reason, encoding, has_result = parts
                 await self._end(
@@ -117,6 +130,12 @@ class Outbox:
         if function in ("ff_start_subflow", "ff_end_subflow"):
             self._drains.note(tag, reply[3:])
         return reply[2]
+
+
+def _passes(error: Exception) -> bool:
+    """Whether the other partition is only away; what it refuses is counted, and given up."""
+    away = isinstance(error, TransportError) and not isinstance(error, ReplyError)
+    return away or (isinstance(error, EngineError) and error.retryable)
 
 
 def _pairs(flat: Any) -> list[tuple[bytes, bytes]]:

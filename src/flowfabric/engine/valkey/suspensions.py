@@ -17,6 +17,7 @@ from flowfabric.engine.api import check
 from flowfabric.engine.api.suspensions import Suspensions
 from flowfabric.engine.valkey import pages
 from flowfabric.engine.valkey.calls import FunctionCalls, proof, text
+from flowfabric.engine.valkey.drains import CascadeDrains
 from flowfabric.engine.valkey.pages import Damage
 from flowfabric.engine.valkey.places import ValkeyPlaces
 from flowfabric.engine.valkey.record import question
@@ -37,9 +38,10 @@ _MAX_PAGE = 1000
 class ValkeySuspensions(Suspensions):
     """`Suspensions` on Valkey."""
 
-    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
+    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces, drains: CascadeDrains) -> None:
         self._calls = calls
         self._places = places
+        self._drains = drains
 
     async def _suspend(self, handle: Handle, options: dict[str, Any]) -> suspension.SuspendOutcome:
         return await self._calls.ask_about(
@@ -70,7 +72,9 @@ class ValkeySuspensions(Suspensions):
         names, tag = check.stored_names(ids, "ids"), self._calls.checked_tag(tag)
         verdicts: list[str] = []
         for part in pages.chunks(names, _EXPIRED_AT_ONCE):
-            verdicts += await self._calls.ask_each("ff_expire_suspension", tag, *part)
+            verdicts += await self._calls.ask_each(
+                "ff_expire_suspension", tag, *part, told=self._drains.note
+            )
         return verdicts
 
     async def expire_waitpoints(self, tag: str, ids: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from flowfabric.engine.api import check
 from flowfabric.engine.api import upkeep as api
 from flowfabric.engine.valkey import calls, keys
 from flowfabric.engine.valkey.calls import FunctionCalls, as_stored, places_of, text
+from flowfabric.engine.valkey.drains import CascadeDrains
 from flowfabric.engine.valkey.places import ANYWHERE, KEPT, ValkeyPlaces
 
 _WORKERS_AT_ONCE = 200
@@ -29,15 +30,17 @@ _LANES_CHECKED = 200
 _UNUSED_MS = 60_000
 # Leaders acquire their lease again every minute, which lists them again.
 _LISTED_MS = 300_000
+_NO_COUNTS = b"\x80"
 
 
 P = TypeVar("P", bound=tuple[Any, ...])
 
 
 class ValkeyUpkeep(api.Upkeep):
-    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
+    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces, drains: CascadeDrains) -> None:
         self._calls = calls
         self._places = places
+        self._drains = drains
 
     async def scan_due(
         self, indexes: Sequence[api.Index], limit: int, offset: int = 0
@@ -123,7 +126,9 @@ class ValkeyUpkeep(api.Upkeep):
 
     async def _each(self, function: str, tag: str, ids: Iterable[str], *args: str) -> list[str]:
         names = check.stored_names(ids, "ids")
-        return await self._calls.ask_each(function, self._calls.checked_tag(tag), *args, *names)
+        return await self._calls.ask_each(
+            *(function, self._calls.checked_tag(tag), *args, *names), told=self._drains.note
+        )
 
     async def purge(self, tag: str) -> int:
         if not await self._exists([api.Index(tag, "purge_backlog")]):
@@ -221,6 +226,24 @@ class ValkeyUpkeep(api.Upkeep):
         except CorruptionError as error:
             return f"error:{error.detail}"
         return "drained"
+
+    async def delete_due_flows(self, tag: str, ids: Iterable[str]) -> list[str]:
+        names = check.stored_names(ids, "ids")
+        self._calls.checked_tag(tag)
+        return [await self._delete_due_flow(tag, name) for name in names]
+
+    async def _delete_due_flow(self, tag: str, flow_id: str) -> str:
+        args = as_stored((flow_id, "0", "", _NO_COUNTS))
+        outcome = "deleting"
+        try:
+            while outcome == "deleting":
+                outcome = await self._calls.ask(
+                    "ff_audit_flow", tag, args, lambda reply: text(reply[2])
+                )
+        except CorruptionError as error:
+            return f"error:{error.detail}"
+        # One that goes on has left the index; one that cannot be read stays.
+        return "error:its record cannot be read" if outcome == "changed" else outcome
 
     async def audit_dependencies(
         self, tag: str, members: Sequence[tuple[str, str]]

@@ -19,7 +19,10 @@ register('ff_apply_edge', function(keys, args)
     local uuid = server.call('HGET', K.edges(c.tag, flow_id), edge_id)
     if not uuid then return reply.err('invalid_dependency', edge_id) end
     local id = edges.id_of(c, uuid)
-    local e = edges.parse(id, server.call('HGET', K.into(c.tag, flow_id, id), edge_id))
+    local text = server.call('HGET', K.into(c.tag, flow_id, id), edge_id)
+    -- The edges of a deleted child are gone.
+    if not text then return reply.err('execution_not_found', id) end
+    local e = edges.parse(id, text)
     if differs(c, e, id, args) then return reply.err('invalid_dependency', edge_id) end
     local rec = record.checked(c, id)
     if not rec then return reply.err('execution_not_found') end
@@ -29,7 +32,6 @@ register('ff_apply_edge', function(keys, args)
     end
     if flow.is_cancelled(f) then return reply.err('flow_already_terminal') end
     local open, resolution = graph.apply(c, flow_id, f, id, rec, edge_id, e)
-    flow.settle(c)
-    return reply.ok('applied', open, resolution or '')
+    return reply.ok('applied', open, resolution or '', cascade.told(c))
   end, c, args[1])
 end, {})

@@ -1,19 +1,13 @@
 -- ff_audit_flow: compare the counters of a flow with its members, and repair them; delete it if its
 -- retention is over, or if its submission was given up.
--- Keys: flow core, members, core; those of ff_delete_flow.
+-- Keys: flow core, members, core, flow_due; those of ff_delete_flow.
 -- Arguments: flow_id, number of the last member of the page before, changes of the flow at the first
 --   page or empty, msgpack map of what earlier pages counted.
 -- Replies: `more`, number, changes, counts | `consistent` | `repaired`, drift | `changed` (it went on
 --   meanwhile) | `submitting` | `deleting` (call again) | `deleted` | `orphan_removed`.
--- Errors: none. Events: flow_finished (the repaired counters say so).
+-- Errors: none. Events: flow_finished (the repaired counters say so), flow_cancel_requested,
+--   completion (subflows that have not ended).
 local PAGE = 400
-local ABANDONED_MS, RETENTION_MS = 3600000, 86400000
-
-local function is_over(c, f)
-  local ended = math.max(flow.number(f, 'finished_at'), flow.number(f, 'cancelled_at'))
-  return ended > 0 and flow.number(f, 'kept') == 0 and flow.number(f, 'live') == 0
-    and c.now - ended >= RETENTION_MS
-end
 
 local function count(c, flow_id, page, counts)
   for i = 1, #page, 2 do
@@ -34,12 +28,14 @@ register('ff_audit_flow', function(keys, args)
   local ok, f = try(flow.read, c, flow_id)
   if not ok then return reply.ok('changed') end
   if not f then
-    server.call('ZREM', K.index(c.tag, 'flow_index'), flow_id)
+    for _, name in ipairs({ 'flow_index', 'flow_due' }) do
+      server.call('ZREM', K.index(c.tag, name), flow_id)
+    end
     return reply.ok('orphan_removed')
   end
   if f.deleting then return reply.ok(flow_purging.step(c, flow_id) and 'deleted' or 'deleting') end
-  local abandoned = f.submitting and c.now - tonumber(f.submitting) >= ABANDONED_MS
-  if abandoned or not f.submitting and is_over(c, f) then
+  local due = flow.expect_deletion(c, flow_id, f)
+  if due and due <= c.now then
     flow.set(c, flow_id, 'deleting', '1')
     return reply.ok('deleting')
   end

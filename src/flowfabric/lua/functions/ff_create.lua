@@ -23,5 +23,5 @@ register('ff_create', function(keys, args)
         creating.options(common, args[i + 4]))
   end
   c:close()
-  return reply.ok(replies)
+  return reply.ok(replies, cascade.told(c))
 end, {})

@@ -1,7 +1,9 @@
 -- ff_drain_cascade: go on with what earlier calls left of ended members, decided joins, released
 -- flows and failed units, as much as one call may.
 -- Keys: cascade_backlog, pending_cancel_groups, release_backlog, reopen_backlog, replay_backlog,
---   cancel_backlog, subflow_outbox, cascade_failed, flow core, in, out, and those of the transitions that it makes. Arguments: retry what failed (1 | 0).
+--   cancel_backlog, subflow_outbox, subflow_parked, cascade_failed, cascade_poison, flow core, in,
+--   out, and those of the transitions that it makes.
+-- Arguments: retry (0: nothing | 1: what failed | 2: what was set aside, too).
 -- Replies: resolved, promoted, skipped, cancelled, whether more is left (1 | 0), messages to other
 --   partitions. Errors: none
 --   (max_replays_exhausted, flow_already_terminal, deps_not_satisfied, execution_not_terminal: the
@@ -115,15 +117,32 @@ local function retry_failed(c)
   end
 end
 
+-- Has what was set aside tried again.
+local function unpark(c)
+  local poison, parked = K.index(c.tag, 'cascade_poison'), K.index(c.tag, 'subflow_parked')
+  for _, entry in ipairs(server.call('HRANDFIELD', poison, AT_ONCE)) do
+    if string.sub(entry, 1, 2) ~= 'm|' then
+      server.call('HSET', K.index(c.tag, 'cascade_failed'), entry, '0')
+    end
+    server.call('HDEL', poison, entry)
+  end
+  for _, name in ipairs(server.call('HRANDFIELD', parked, AT_ONCE)) do
+    -- A newer message of that name comes first.
+    server.call('HSETNX', K.index(c.tag, 'subflow_outbox'), name, server.call('HGET', parked, name))
+    server.call('HDEL', parked, name)
+  end
+end
+
 register('ff_drain_cascade', function(keys, args)
   local c = Context.open(keys[1], true)
+  if args[1] == '2' then unpark(c) end
   drain_ended(c)
   drain_siblings(c)
   drain_reopened(c)
   drain_replayed(c)
   drain_released(c)
   local owes = drain_cancelled(c)
-  if args[1] == '1' then retry_failed(c) end
+  if args[1] ~= '0' then retry_failed(c) end
   c:close()
   local left = server.call('EXISTS', K.index(c.tag, 'cascade_backlog'),
     K.index(c.tag, 'pending_cancel_groups'), K.index(c.tag, 'release_backlog'),

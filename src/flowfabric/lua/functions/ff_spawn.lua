@@ -27,10 +27,10 @@ register('ff_spawn', function(keys, args)
     rec = record.checked_lease(c, id)
     local g = edges.group(id, rec)
     if args[3] ~= '1' or g.state ~= 'p' or edges.open_count(g) == 0 then
-      return reply.ok('spawned', f.graph_revision)
+      return reply.ok('spawned', f.graph_revision, cascade.told(c))
     end
     pausing.release(c, id, rec, S.waiting_children('i'), 'waiting_children:moved', {})
     c:close()
-    return reply.ok('moved', f.graph_revision)
+    return reply.ok('moved', f.graph_revision, cascade.told(c))
   end, c, id)
 end, {})

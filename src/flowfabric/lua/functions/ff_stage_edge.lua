@@ -7,6 +7,8 @@
 -- Errors: self_referencing_edge, flow_not_found, dependency_already_exists, flow_already_terminal,
 --   stale_graph_revision, invalid_input, execution_not_in_flow, cycle_detected, terminal.
 -- Events: completion (members that the edge ends).
+local MAX_REF_BYTES, MAX_NAME_BYTES = 1024, 64
+
 local function is_same(e, kind, up_id, args)
   return e.kind == kind and e.upstream == edges.uuid_of(up_id) and e.ref == args[6]
     and e.input == args[7]
@@ -17,6 +19,8 @@ local function existing(c, flow_id, f, args)
   local child = server.call('HGET', K.edges(c.tag, flow_id), edge_id)
   if not child then return nil end
   local text = server.call('HGET', K.into(c.tag, flow_id, edges.id_of(c, child)), edge_id)
+  -- The edges of a deleted child are gone.
+  if not text then return reply.err('dependency_already_exists', edge_id) end
   local e = edges.parse(id, text)
   if child ~= edges.uuid_of(id) or not is_same(e, edges.KINDS[args[5]], up_id, args) then
     return reply.err('dependency_already_exists', edge_id, edges.id_of(c, e.upstream),
@@ -27,8 +31,7 @@ local function existing(c, flow_id, f, args)
   if e.state == 'g' then
     if flow.is_cancelled(f) then return reply.err('flow_already_terminal') end
     local open, resolution = graph.apply(c, flow_id, f, id, rec, edge_id, e)
-    flow.settle(c)
-    return reply.ok('applied', f.graph_revision, open, resolution or '')
+    return reply.ok('applied', f.graph_revision, open, resolution or '', cascade.told(c))
   end
   return reply.ok('already_applied', f.graph_revision, edges.open_count(edges.group(id, rec)), '')
 end
@@ -39,6 +42,19 @@ local function membership_problem(c, flow_id, ...)
     if not member or member.flow_id ~= flow_id then
       return reply.err('execution_not_in_flow', id)
     end
+  end
+end
+
+local function form_problem(args)
+  if not edges.KINDS[args[5]] then
+    return reply.err('invalid_input',
+      'dependency_kind: must be one of success_only, terminal, failure_only')
+  end
+  if #args[6] > MAX_REF_BYTES then
+    return reply.err('invalid_input', 'data_passing_ref: is longer than 1024 bytes')
+  end
+  if args[7] ~= '' and (#args[7] > MAX_NAME_BYTES or string.find(args[7], '[^%w_]')) then
+    return reply.err('invalid_input', 'input_name: must be 1 to 64 letters, digits or underscores')
   end
 end
 
@@ -63,8 +79,7 @@ register('ff_stage_edge', function(keys, args)
       return reply.err('stale_graph_revision', f.graph_revision)
     end
     local kind = edges.KINDS[args[5]]
-    if not kind then return reply.err('invalid_input', 'dependency_kind: is unknown') end
-    reply.stop_with(membership_problem(c, flow_id, up_id, id)
+    reply.stop_with(form_problem(args) or membership_problem(c, flow_id, up_id, id)
       or input_problem(c, flow_id, id, args[7]))
     local rec = args[9] == '1' and record.checked(c, id)
     if rec and S.is_terminal(rec.state) then return reply.err('terminal') end
@@ -76,7 +91,6 @@ register('ff_stage_edge', function(keys, args)
       return reply.ok('staged', f.graph_revision)
     end
     local open, resolution = graph.apply(c, flow_id, f, id, rec, edge_id, e)
-    flow.settle(c)
-    return reply.ok('applied', f.graph_revision, open, resolution or '')
+    return reply.ok('applied', f.graph_revision, open, resolution or '', cascade.told(c))
   end, c, id)
 end, {})

@@ -1,12 +1,12 @@
 -- ff_submit_flow: make a flow with its members and edges, in one call or several; no member can run
 -- before the last one. A repeat goes on where an earlier one stopped.
--- Keys: flow core, flow_index, members, edges, in, out, held, and those of ff_create.
+-- Keys: flow core, flow_index, flow_due, members, edges, in, out, held, and those of ff_create.
 -- Arguments: flow_id, header (msgpack map), then items as in ff_create, upstreams before children.
 --   Header: kind, ns, digest (of the whole graph), tags (flat list), part (1 for the first of several
 --   calls), last (true with the last), hold (release comes later), parent (the member that owns it),
 --   depth (of the flow, if the parent is in another partition).
 -- Replies: `submitted` | `already_submitted` | `accepted` (more calls must follow); graph revision.
--- Errors: flow_submission_conflict, and those of ff_create; of a subflow: execution_not_found,
+-- Errors: flow_submission_conflict, execution_being_deleted, and those of ff_create; of a subflow: execution_not_found,
 --   invalid_input, terminal; nothing of the call is written then.
 -- Events: completion (a member whose upstream has ended); rings the doorbell.
 local function opened(c, flow_id, header)
@@ -16,7 +16,10 @@ local function opened(c, flow_id, header)
     local whole = header.last and header.part == 1
     if not whole or header.hold or header.waits then flow.set(c, flow_id, 'held_from', 1) end
     if header.parent and header.hold then flow.set(c, flow_id, 'hold', '1') end
-    if not whole then flow.set(c, flow_id, 'submitting', c.now) end
+    if not whole then
+      flow.set(c, flow_id, 'submitting', c.now)
+      flow.expect_deletion(c, flow_id, f)
+    end
     return f
   end
   if f.digest ~= header.digest then reply.refuse('flow_submission_conflict', flow_id) end
@@ -38,7 +41,10 @@ end
 -- The last call: the whole flow is there.
 local function complete(c, flow_id, header, parent)
   local f = flow.read(c, flow_id)
-  if f.submitting then flow.clear(c, flow_id, 'submitting') end
+  if f.submitting then
+    flow.clear(c, flow_id, 'submitting')
+    flow.expect_deletion(c, flow_id, f)
+  end
   if header.waits then flow.set(c, flow_id, 'awaits_parent', '1') end
   if parent then
     subflows.attach(c, header.parent, parent, flow_id)
@@ -50,7 +56,7 @@ end
 
 local function submit(c, args)
   local flow_id, header = args[1], cmsgpack.unpack(args[2])
-  local known = flow.read(c, flow_id)
+  local known = flow_purging.replaceable(c, flow_id)
   if known and known.digest == header.digest and not known.submitting then
     return reply.ok('already_submitted', known.graph_revision)
   end

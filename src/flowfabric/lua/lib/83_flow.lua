@@ -3,6 +3,7 @@
 -- with this number or a higher one wait for the release of the flow.
 
 local ENDS_MEMBERS = { cancel_all = true, cancel_pending = true }
+local ABANDONED_MS, RETENTION_MS = 3600000, 86400000
 
 -- The record, or nil. It is read once per call.
 function flow.read(c, flow_id)
@@ -48,6 +49,28 @@ function flow.create(c, flow_id, kind, namespace, more)
 end
 
 function flow.number(f, name) return tonumber(f[name] or 0) end
+
+-- When a flow may be deleted, or nil: a while after its submission was given up, or after it ended
+-- and its last member was deleted; at once if its parent was deleted.
+local function deletion_due(c, f)
+  if f.deleting then return c.now end
+  if f.submitting then return clock.after(tonumber(f.submitting), ABANDONED_MS) end
+  local ended = math.max(flow.number(f, 'finished_at'), flow.number(f, 'cancelled_at'))
+  if ended == 0 or flow.number(f, 'live') > 0 then return nil end
+  if f.orphan then return c.now end
+  return flow.number(f, 'kept') == 0 and clock.after(ended, RETENTION_MS) or nil
+end
+
+-- Enters the flow where the projector finds it once it may be deleted, or takes it out.
+function flow.expect_deletion(c, flow_id, f)
+  local due = deletion_due(c, f)
+  if due then
+    server.call('ZADD', K.index(c.tag, 'flow_due'), due, flow_id)
+  else
+    server.call('ZREM', K.index(c.tag, 'flow_due'), flow_id)
+  end
+  return due
+end
 
 function flow.is_cancelled(f) return f.cancelled_at ~= nil end
 
@@ -240,6 +263,9 @@ local function check_finished(c, flow_id)
     finish(c, flow_id, f)
   elseif live > 0 and f.finished_at then
     flow.clear(c, flow_id, 'finished_at')
+  end
+  if live == 0 and (f.orphan or flow.number(f, 'kept') == 0) then
+    flow.expect_deletion(c, flow_id, f)
   end
 end
 

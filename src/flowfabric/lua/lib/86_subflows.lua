@@ -23,6 +23,27 @@ local function post(c, kind, flow_id, parts, bytes)
   cascade.counts(c).pending = 1
 end
 
+-- What a message is called among failed units.
+local function unit_of(name)
+  local kind, flow_id = string.match(name, '^(.-)|(.*)$')
+  return 'm|' .. (flow_id or name) .. '|' .. (kind or '')
+end
+
+-- Forgets failures to deliver a message, and an older one of its name that was set aside.
+function subflows.forget_failures(c, name)
+  for _, index in ipairs({ 'cascade_failed', 'cascade_poison' }) do
+    server.call('HDEL', K.index(c.tag, index), unit_of(name))
+  end
+  server.call('HDEL', K.index(c.tag, 'subflow_parked'), name)
+end
+
+-- Notes that a message could not be delivered; after some failures it is set aside.
+function subflows.note_failure(c, name, message, why)
+  if not cascade.note_failure(c, unit_of(name), why) then return end
+  server.call('HDEL', K.index(c.tag, 'subflow_outbox'), name)
+  server.call('HSET', K.index(c.tag, 'subflow_parked'), name, message)
+end
+
 -- The member that a flow is submitted for, and how deep the flow nests; ends the call if it cannot
 -- own the flow.
 function subflows.parent(c, id, flow_id, namespace)
@@ -122,6 +143,26 @@ function subflows.abandon(c, rec)
   if rec.flow_ended then return end
   subflows.cancel(c, rec, 'cancel_all',
     rec.cancellation_reason or 'parent_' .. S.outcome_name(rec.state))
+end
+
+-- The parent of a flow was deleted: the flow follows once its members have ended.
+function subflows.orphan(c, flow_id)
+  local f = flow.read(c, flow_id)
+  if not f or f.deleting then return end
+  flow.set(c, flow_id, 'orphan', '1')
+  -- As a rule it was cancelled, or had finished, when its parent ended.
+  if flow.number(f, 'live') > 0 and not flow.ends_members(f) then
+    flow_cancel.flip(c, flow_id, 'cancel_all', 'parent_deleted', 0)
+  end
+  flow.expect_deletion(c, flow_id, f)
+end
+
+-- Deletes the flow of a member that is deleted with its own flow.
+function subflows.delete(c, rec)
+  local flow_id, tag = owned(rec)
+  for _, kind in ipairs({ 's', 'c' }) do subflows.forget_failures(c, kind .. '|' .. flow_id) end
+  if tag then return post(c, 'd', flow_id, { tag }) end
+  subflows.orphan(c, flow_id)
 end
 
 -- What a member that runs again does with its flow: a flow that succeeded runs again, of one that

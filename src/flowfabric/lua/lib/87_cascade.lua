@@ -21,6 +21,12 @@ end
 
 local function add(c, what) cascade.counts(c)[what] = cascade.counts(c)[what] + 1 end
 
+local NO_VERDICT = { already_resolved = true, invalid_dependency = true }
+
+function cascade.count_resolved(c, answer)
+  if answer and not NO_VERDICT[answer] then add(c, 'resolved') end
+end
+
 -- The part of an answer that tells what the call did for other members; nil if nothing.
 function cascade.told(c)
   flow.settle(c)
@@ -35,18 +41,18 @@ end
 
 local function name_of(flow_id, id) return flow_id .. '|' .. edges.uuid_of(id) end
 
--- Notes that a unit failed, to be tried again; after some failures it is set aside.
-local function note_failure(c, what, why)
+-- Notes that a unit failed, to be tried again; after some failures it is set aside, which it tells.
+function cascade.note_failure(c, what, why)
   local key = K.index(c.tag, 'cascade_failed')
   local before = server.call('HGET', key, what)
   local count = tonumber(before and string.match(before, '^%d+') or 0) + 1
   if count > MAX_FAILURES then
     server.call('HDEL', key, what)
     server.call('HSET', K.index(c.tag, 'cascade_poison'), what, why)
-  else
-    server.call('HSET', key, what, values.text(count) .. ' ' .. why)
-    cascade.counts(c).pending = 1
+    return true
   end
+  server.call('HSET', key, what, values.text(count) .. ' ' .. why)
+  cascade.counts(c).pending = 1
 end
 
 -- Does one unit; its failure concerns nobody else. The members named after it may have changed
@@ -55,7 +61,7 @@ function cascade.unit(c, what, handle, ...)
   spend(c)
   local ok, answer = try(handle, c, ...)
   if ok then return answer end
-  note_failure(c, what, answer)
+  cascade.note_failure(c, what, answer)
 end
 
 local function postpone(c, flow_id, id)
@@ -233,7 +239,7 @@ local function resolve_edges(c, flow_id, id, rec)
       local child_id = edges.id_of(c, child)
       local answer = cascade.unit(c, cascade.edge_name(flow_id, edge_id, up, child),
         cascade.resolve, flow_id, edge_id, child_id, id, rec)
-      if answer ~= 'already_resolved' and answer ~= 'invalid_dependency' then add(c, 'resolved') end
+      cascade.count_resolved(c, answer)
       from, taken = page[i + 1], taken + 2
     end
     if taken == #page and #page < 2 * limit then
@@ -280,8 +286,9 @@ function cascade.ended(c, id, rec)
   c.work[#c.work + 1] = each
 end
 
--- Tries again what failed; `entry` as noted by `unit`.
+-- Tries again what failed; `entry` as noted by `unit`. Messages are delivered by the callers.
 function cascade.retry(c, entry)
+  if string.sub(entry, 1, 2) == 'm|' then return end
   local kind, flow_id, a, b, d = string.match(entry, '^(%a)|([^|]+)|([^|]+)|?([^|]*)|?([^|]*)$')
   local key = K.index(c.tag, 'cascade_failed')
   spend(c)
@@ -321,7 +328,7 @@ function cascade.retry(c, entry)
   if ok then
     server.call('HDEL', key, entry)
   else
-    note_failure(c, entry, why)
+    cascade.note_failure(c, entry, why)
   end
 end
 

@@ -71,6 +71,7 @@ function flow_cancel.flip(c, flow_id, policy, reason, grace)
     'cancellation_policy', policy, 'last_mutation_at', c.now)
   if f.cancelled_upto then flow.clear(c, flow_id, 'cancelled_upto') end
   events.emit_flow(c, 'flow_cancel_requested', flow_id, f, 'cp', policy, 'r', reason)
+  if flow.number(f, 'kept') == 0 then flow.expect_deletion(c, flow_id, f) end
   if flow_cancel.strength(policy) == 1 and not f.subflows then return 0 end
   server.call('ZADD', K.index(c.tag, 'cancel_backlog'), c:after(grace), flow_id)
   local _, _, left = flow_cancel.drain(c, flow_id)

@@ -90,7 +90,9 @@ function graph.resolve_ended(c, flow_id, edge_id, id, up_uuid)
   local up_id = edges.id_of(c, up_uuid)
   local up = record.read(c, up_id)
   if not up or not S.is_terminal(up.state) then return nil end
-  return (cascade.resolve(c, flow_id, edge_id, id, up_id, up))
+  local answer = cascade.resolve(c, flow_id, edge_id, id, up_id, up)
+  cascade.count_resolved(c, answer)
+  return answer
 end
 
 -- Makes a staged edge count. Returns how many edges of the child are open, and the answer of an

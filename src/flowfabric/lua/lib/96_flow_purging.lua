@@ -62,6 +62,7 @@ local function delete(c, flow_id, id)
     waiting.leave(c, id, rec)
     c:zrem(K.index(c.tag, 'execution_deadline'), id)
   end
+  if rec.subflow then subflows.delete(c, rec) end
   purging.delete(c, id, rec)
 end
 
@@ -78,15 +79,24 @@ function flow_purging.step(c, flow_id)
   for _, id in ipairs(ids) do delete(c, flow_id, id) end
   if #ids == MEMBERS then return false end
   forget_poison(c, flow_id)
+  for _, kind in ipairs({ 'h', 'f' }) do subflows.forget_failures(c, kind .. '|' .. flow_id) end
   server.call('UNLINK', K.flow(c.tag, flow_id), K.flow_tags(c.tag, flow_id),
     K.edges(c.tag, flow_id), K.held(c.tag, flow_id), K.members(c.tag, flow_id),
     K.exits(c.tag, flow_id))
-  for _, name in ipairs({ 'flow_index', 'cancel_backlog', 'release_backlog' }) do
+  for _, name in ipairs({ 'flow_index', 'flow_due', 'cancel_backlog', 'release_backlog' }) do
     server.call('ZREM', K.index(c.tag, name), flow_id)
   end
   server.call('HDEL', K.index(c.tag, 'replay_backlog'), flow_id)
   c.flows[flow_id] = false
   return true
+end
+
+-- The record of a flow that is to be created, or nil. One whose deletion has begun is deleted first;
+-- the error if that is too much for one call, a repeat continues.
+function flow_purging.replaceable(c, flow_id)
+  local f = flow.read(c, flow_id)
+  if not f or not f.deleting then return f end
+  if not flow_purging.step(c, flow_id) then reply.refuse('execution_being_deleted') end
 end
 
 -- Why a flow may not be deleted yet, or nil.

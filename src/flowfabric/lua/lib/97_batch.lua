@@ -26,8 +26,7 @@ function batch.register_function(name, first, handle, flags)
   register(name, function(keys, args)
     local c = Context.open(keys[1])
     local answers = batch.each(args, first, function(id) return handle(c, id, args) end)
-    flow.settle(c)
-    return reply.ok(answers)
+    return reply.ok(answers, cascade.told(c))
   end, flags)
 end
 
