@@ -23,8 +23,9 @@ _ERROR = re.compile(r"\breply\.(?:err|refuse)\('(\w+)'")
 _EVENT = re.compile(
     r"\b(?:events\.emit(?:_lease|_flow)?|workers\.event)\(\w+, (?:[\w.()]+, )?'(\w+)'"
 )
-# What follows from the end of the last member of a flow: a function that ends one names that.
-_CONSEQUENCES = {"cascade.tell_parent"}
+# Every call ends with `flow.settle`, but it reports something only if the call did one of these.
+_SETTLE = "flow.settle"
+_SETTLED = ("ending.finish", "flow.recount")
 _REPEATED = ("then ", "per ", "any number of ")
 
 
@@ -103,8 +104,10 @@ class Block(msgspec.Struct, frozen=True):
     locals: dict[str, Block] = {}
 
     def called(self) -> Iterable[Block]:
-        names = set(re.findall(r"\b\w+\.\w+\b|:\w+(?=\()|\b\w+\b", self.code))
-        for name in names - _CONSEQUENCES:
+        names = set(re.findall(r"\b\w+\.\w+\b|:\w+(?=\()|\b\w+\b", self.code)) - {_SETTLE}
+        if any(self is helpers()[name] for name in _SETTLED):
+            names.add(_SETTLE)
+        for name in names:
             found = self.locals.get(name) or helpers().get(name)
             if found is not None and found is not self:
                 yield found

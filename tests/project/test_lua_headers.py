@@ -35,8 +35,8 @@ UNREACHED = {
     ),
     "ff_reclaim": "acquired",
 }
-# Any change of a member's state may finish its flow, or cancel the flow that it owns; only
-# functions about flows say so.
+# What the end of a member may bring about: its flow finishes, a flow that it owns is cancelled.
+# Where `completion` is named, these follow, and only functions about flows name them as well.
 FOLLOWS = {"flow_finished", "flow_cancel_requested"}
 each_function = pytest.mark.parametrize("path", FUNCTIONS, ids=lambda path: path.stem)
 
@@ -85,7 +85,8 @@ def event_problem(name: str, text: str) -> str | None:
     words = re.split(r",| and |\|", first_sentence(said))
     named = {word.strip() for word in words} - {"none", ""}
     used = events_in(Block(Path(), without_comments(text)))
-    return difference(named, used - {UNREACHED.get(name)}, FOLLOWS)
+    follow: set[str] = FOLLOWS if "completion" in named else set()
+    return difference(named, used - {UNREACHED.get(name)}, follow)
 
 
 def difference(named: set[str], used: set[str], noted: set[str]) -> str | None:

@@ -6,7 +6,7 @@
 -- Replies: `more`, number, changes, counts | `consistent` | `repaired`, drift | `changed` (it went on
 --   meanwhile) | `submitting` | `deleting` (call again) | `deleted` | `orphan_removed`.
 -- Errors: none. Events: flow_finished (the repaired counters say so), flow_cancel_requested,
---   completion (subflows that have not ended).
+--   completion (subflows that have not ended, the member that owns the flow).
 local PAGE = 400
 
 local function count(c, flow_id, page, counts)
