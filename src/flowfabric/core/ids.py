@@ -71,12 +71,17 @@ class ExecutionId(_Id):
     __slots__ = ()
 
     def __new__(cls, text: str) -> Self:
+        return cls.parse(text)
+
+    @classmethod
+    def parse(cls, text: str, field: str = "execution_id") -> Self:
+        """The id, or `IdParseError` that names the field."""
         if not isinstance(text, str):
-            raise _execution_id_error(text)
+            raise _execution_id_error(text, field)
         if _is_execution_id(text) is None:
             compact = _is_compact_id(text)
             if compact is None:
-                raise _execution_id_error(text)
+                raise _execution_id_error(text, field)
             text = f"{{fp:{compact[1]}}}:{compact[2]}"
         return str.__new__(cls, text)
 
@@ -137,9 +142,9 @@ class ExecutionId(_Id):
         return self
 
 
-def _execution_id_error(text: object) -> IdParseError:
+def _execution_id_error(text: object, field: str) -> IdParseError:
     if not isinstance(text, str):
-        return IdParseError("execution_id", "MissingTag", repr(text))
+        return IdParseError(field, "MissingTag", repr(text))
     end = text.find("}:")
     if not text.startswith("{fp:") or end < 0:
         kind = "MissingTag"
@@ -147,7 +152,7 @@ def _execution_id_error(text: object) -> IdParseError:
         kind = "InvalidPartitionIndex"
     else:
         kind = "InvalidUuid"
-    return IdParseError("execution_id", kind, text)
+    return IdParseError(field, kind, text)
 
 
 def is_uuid(text: str) -> bool:

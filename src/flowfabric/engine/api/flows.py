@@ -17,10 +17,11 @@ from flowfabric.core.contracts.flows import (
 )
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import ValidationError, invalid_input
+from flowfabric.core.graph import KINDS
 from flowfabric.core.ids import ExecutionId, validate_namespace, validate_text, validate_uuid
 from flowfabric.core.partition import PartitionCounts, flow_partition
 from flowfabric.core.state import PublicState
-from flowfabric.core.tags import validate_tag_filter, validate_tag_key
+from flowfabric.core.tags import validate_tag_filter, validate_tag_key, validate_tags
 from flowfabric.engine.api import check
 from flowfabric.engine.api.concern import Concern
 
@@ -46,8 +47,30 @@ def check_header(graph: FlowGraph) -> None:
     """Refuse a graph whose flow cannot be created as described."""
     validate_text(graph.flow_kind, "flow_kind", limit=256, required=True)
     validate_namespace(graph.namespace)
+    check.flag(graph.hold, "hold")
+    if graph.tags != {}:
+        validate_tags(graph.tags)
     if not graph.nodes:
         raise invalid_input("nodes", "must not be empty")
+
+
+def check_parts(nodes: Any, edges: Any) -> tuple[list[GraphNode], list[GraphEdge]]:
+    """The nodes and edges of a graph as lists of the right types."""
+    nodes = check.listed(nodes, "nodes")
+    for node in nodes:
+        check.text(check.instance(node, GraphNode, "nodes").key, "nodes.key")
+        check_join(node.join)
+        if node.priority is not None:
+            check.whole(node.priority, "nodes.priority", -check.MAX_EXACT)
+    edges = check.listed(edges, "edges")
+    for edge in edges:
+        check.instance(edge, GraphEdge, "edges")
+        ends = {"from": edge.frm, "to": edge.to}
+        named = {"input_name": edge.input_name, "edge_id": edge.edge_id}
+        for field, value in (ends | named).items():
+            check.text(value, f"edges.{field}")
+        check.one_of(edge.kind, "edges.kind", KINDS)
+    return nodes, edges
 
 
 def check_join(policy: Any) -> JoinPolicy:
@@ -76,7 +99,7 @@ class FlowFilter(msgspec.Struct, frozen=True, kw_only=True):
             validate_namespace(self.namespace)
         if self.status is not None:
             check.one_of(self.status, "status", get_args(flows.FlowStatus))
-        if self.tags:
+        if self.tags != {}:
             validate_tag_filter(self.tags)
 
 

@@ -259,10 +259,10 @@ class FunctionCalls:
             extra={"action": "registry_malformed", "registry": registry, "entry": shown(entry)},
         )
 
-    def checked(self, execution_id: str) -> ExecutionId:
+    def checked(self, execution_id: str, field: str = "execution_id") -> ExecutionId:
         """The id in its canonical form and in range, or `invalid_input`."""
         if not isinstance(execution_id, ExecutionId):
-            execution_id = ExecutionId.parse(execution_id)
+            execution_id = ExecutionId.parse(execution_id, field)
         return execution_id.check_partition(self.counts)
 
     def checked_tag(self, tag: Any, field: str = "tag") -> str:

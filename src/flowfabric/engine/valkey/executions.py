@@ -225,14 +225,16 @@ class ValkeyExecutions(api.Executions):
             retry_policy_json,
         )
 
+        known = self._calls.checked(execution_id)
+
         def outcome(reply: list[Any]) -> executions.FailOutcome:
             if reply[2] == b"retry_scheduled":
                 return executions.RetryScheduled(int(reply[3]), int(reply[4]))
             if reply[2] == b"terminal_failed":
-                return executions.TerminalFailed(self._drains.told(execution_id.tag, reply[5:]))
+                return executions.TerminalFailed(self._drains.told(known.tag, reply[5:]))
             raise ValueError(reply)
 
-        return await self._calls.ask_about(execution_id, "ff_fail", args, outcome)
+        return await self._calls.ask_about(known, "ff_fail", args, outcome)
 
     async def cancel_execution(
         self,
@@ -344,13 +346,13 @@ class ValkeyExecutions(api.Executions):
             reopen,
         )
 
+        known = self._calls.checked(execution_id)
+
         def outcome(reply: list[Any]) -> executions.Replayed:
-            self._drains.note(execution_id.tag, reply[4:])
+            self._drains.note(known.tag, reply[4:])
             return executions.Replayed(_public_state(reply), int(reply[3]))
 
-        return await self._calls.ask_about(
-            execution_id, "ff_replay", args, outcome, op="replay_execution"
-        )
+        return await self._calls.ask_about(known, "ff_replay", args, outcome, op="replay_execution")
 
     async def purge_execution(self, execution_id: ExecutionId) -> None:
         await self._calls.ask_about(

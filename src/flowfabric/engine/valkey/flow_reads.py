@@ -262,15 +262,15 @@ class FlowReads:
         if limit <= 0:
             return ListingPage(())
         if incoming is not None:
-            child = self._calls.checked(incoming)
+            child = self._calls.checked(incoming, "incoming")
             api.check_member(tag, child)
             found = await self._incoming(flow_id, child)
             left = [(number, each) for number, each in found if number > edge]
             more = sealed(0, left[limit - 1][0]) if len(left) > limit else None
             return ListingPage(tuple(each for _, each in left[:limit]), more)
-        upstream = "" if outgoing is None else self._calls.checked(outgoing)
-        if outgoing is not None:
-            api.check_member(tag, outgoing)
+        upstream = "" if outgoing is None else self._calls.checked(outgoing, "outgoing")
+        if upstream:
+            api.check_member(tag, upstream)
         return await self._outgoing(flow_id, tag, upstream, (member, edge), limit)
 
     async def _outgoing(
@@ -332,10 +332,11 @@ class FlowReads:
         return found
 
     async def list_incoming_edges(self, execution_id: ExecutionId) -> list[flows.EdgeSnapshot]:
-        flow_id = await self.resolve_execution_flow_id(execution_id)
+        child = self._calls.checked(execution_id)
+        flow_id = await self.resolve_execution_flow_id(child)
         if flow_id is None:
             return []
-        return [edge for _, edge in await self._incoming(flow_id, execution_id)]
+        return [edge for _, edge in await self._incoming(flow_id, child)]
 
     async def get_inputs(self, execution_id: ExecutionId) -> flows.FlowInputs:
         return await self._calls.ask_about(

@@ -131,7 +131,7 @@ class FlowUpkeep(FlowEnds):
         for name, value in (("flow_id", flow_id), ("downstream_execution_id", child)):
             if not value:
                 raise ValidationError("invalid_args", f"{name}: must not be empty")
-        args = (flow_id, self._calls.checked(child), what)
+        args = (flow_id, self._calls.checked(child, "downstream_execution_id"), what)
         return await self._calls.ask(
             *("ff_sibling_group", self._tag(flow_id), args),
             lambda reply: text(reply[2]),

@@ -83,8 +83,9 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
             raise invalid_input("spread", "needs parent_execution_id: only a subflow has a parent")
         tag = self._tag(graph.flow_id)
         api.check_header(graph)
-        inbound = graphs.check_graph(graph.nodes, graph.edges)
-        nodes = graphs.ordered(graph.nodes, inbound)
+        nodes, edges = api.check_parts(graph.nodes, graph.edges)
+        inbound = graphs.check_graph(nodes, edges)
+        nodes = graphs.ordered(nodes, inbound)
         items = self._items(graph.flow_id, tag, nodes, inbound)
         await self._places.register(tag, {node.lane_id for node in nodes})
         parent = str(parent_execution_id or "").encode()
@@ -95,7 +96,6 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
             "hold": graph.hold,
         }
         if graph.tags:
-            validate_tags(graph.tags)
             header["tags"] = [part for pair in graph.tags.items() for part in pair]
         parts = list(_parts(items))
         try:
@@ -115,7 +115,7 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         self, graph: FlowGraph, parent_execution_id: ExecutionId, *, spread: bool
     ) -> tuple[FlowGraph, dict[str, Any]]:
         """The graph with the id of a flow that the parent owns, and what its submission adds."""
-        parent = self._calls.checked(parent_execution_id)
+        parent = self._calls.checked(parent_execution_id, "parent_execution_id")
         if not graph.flow_id:
             place = f"{parent}: record"
             run = await self._calls.read(
@@ -177,6 +177,7 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         self, flow_id: str, tag: str, nodes: Sequence[GraphNode], edges: Sequence[GraphEdge]
     ) -> tuple[list[Item], list[list[str]]]:
         """The new nodes with their edges, and the edges into nodes of earlier calls."""
+        nodes, edges = api.check_parts(nodes, edges)
         if not nodes and not edges:
             raise invalid_input("nodes", "and edges must not both be empty")
         new = {node.key for node in nodes}
@@ -200,6 +201,8 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         wait: bool = False,
     ) -> flows.Spawned:
         execution_id = check.handle(handle).execution_id
+        check.one_of(kind, "kind", graphs.KINDS)
+        check.flag(wait, "wait")
         tag = execution_id.tag
         flow_id = await self.resolve_execution_flow_id(execution_id)
         if flow_id is None:
@@ -259,7 +262,6 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         for node in nodes:
             execution_id = graphs.node_id(flow_id, tag, node.key)
             check_new(_new(node, execution_id, "default"), self._calls.max_payload_bytes)
-            api.check_join(node.join)
             deps = [self._edge(flow_id, tag, edge) for edge in inbound.get(node.key, ())]
             items.append((node, execution_id, deps))
         return items
@@ -294,15 +296,17 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         revision: int | None,
     ) -> tuple[str, list[Any]]:
         tag = self._tag(flow_id)
-        for member in (upstream, downstream):
-            self._calls.checked(member)
+        ends = [
+            self._calls.checked(member, f"{end}_execution_id")
+            for member, end in ((upstream, "upstream"), (downstream, "downstream"))
+        ]
         edge = check.uuid(edge_id, "edge_id")
         # The engine checks the rest in the order of 08 B4: first of all, whether the edge exists.
         check.text(ref, "data_passing_ref")
         check.text(kind, "dependency_kind")
         check.text(name, "input_name")
         expected = "" if revision is None else check.whole(revision, "expected_graph_revision", 0)
-        return tag, [flow_id, edge, upstream, downstream, kind, ref, name, expected]
+        return tag, [flow_id, edge, *ends, kind, ref, name, expected]
 
     async def stage_dependency_edge(
         self,
@@ -336,11 +340,15 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         dependency_kind: str = "",
         data_passing_ref: str = "",
     ) -> flows.EdgeApplied | flows.AlreadyApplied:
-        args = (
-            *(flow_id, validate_uuid(edge_id, "edge_id")),
-            *(upstream_execution_id or "", downstream_execution_id or ""),
-            *(dependency_kind, data_passing_ref),
-        )
+        args = [flow_id, validate_uuid(edge_id, "edge_id")]
+        for member, end in (
+            (upstream_execution_id, "upstream"),
+            (downstream_execution_id, "downstream"),
+        ):
+            known = member is not None
+            args.append(self._calls.checked(member, f"{end}_execution_id") if known else "")
+        args.append(check.one_of(dependency_kind, "dependency_kind", ("", *graphs.KINDS)))
+        args.append(check.text(data_passing_ref, "data_passing_ref"))
         reply = await self._calls.fcall(
             "ff_apply_edge", self._tag(flow_id), args, op="apply_dependency_to_child"
         )
@@ -376,7 +384,8 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
     ) -> bool:
         tag = self._tag(flow_id)
         stored = join_text(api.check_join(policy))
-        args = (flow_id, self._calls.checked(downstream_execution_id), stored)
+        child = self._calls.checked(downstream_execution_id, "downstream_execution_id")
+        args = (flow_id, child, stored)
         return await self._calls.ask(
             *("ff_set_join", tag, args),
             lambda reply: reply[2] == b"set",

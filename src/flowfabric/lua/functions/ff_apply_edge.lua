@@ -5,11 +5,12 @@
 -- Replies: `applied` | `already_applied`, open edges, resolution or empty.
 -- Errors: flow_not_found, invalid_dependency, execution_not_found, execution_already_in_flow,
 --   flow_already_terminal, terminal. Events: completion (members that the edge ends).
-local function differs(c, e, child, args)
-  return (args[3] ~= '' and edges.uuid_of(args[3]) ~= e.upstream)
-    or (args[4] ~= '' and args[4] ~= child)
-    or (args[5] ~= '' and edges.KINDS[args[5]] ~= e.kind)
-    or (args[6] ~= '' and args[6] ~= e.ref)
+-- The name of an argument that differs from the edge, or nil.
+local function differing(e, child, args)
+  if args[3] ~= '' and edges.uuid_of(args[3]) ~= e.upstream then return 'upstream_execution_id' end
+  if args[4] ~= '' and args[4] ~= child then return 'downstream_execution_id' end
+  if args[5] ~= '' and edges.KINDS[args[5]] ~= e.kind then return 'dependency_kind' end
+  if args[6] ~= '' and args[6] ~= e.ref then return 'data_passing_ref' end
 end
 
 register('ff_apply_edge', function(keys, args)
@@ -23,7 +24,8 @@ register('ff_apply_edge', function(keys, args)
     -- The edges of a deleted child are gone.
     if not text then return reply.err('execution_not_found', id) end
     local e = edges.parse(id, text)
-    if differs(c, e, id, args) then return reply.err('invalid_dependency', edge_id) end
+    local other = differing(e, id, args)
+    if other then return reply.err('invalid_dependency', edge_id, other) end
     local rec = record.checked(c, id)
     if not rec then return reply.err('execution_not_found') end
     if rec.flow_id ~= flow_id then return reply.err('execution_already_in_flow', rec.flow_id) end

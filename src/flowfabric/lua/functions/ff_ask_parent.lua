@@ -8,4 +8,4 @@ reply.register_function('ff_ask_parent', function(c, id, args)
   local rec, depth = subflows.parent(c, id, args[2], args[3])
   if args[4] ~= '' then subflows.attach(c, id, rec, args[2], args[4]) end
   return reply.ok(rec.subflow_open and 'run' or 'wait', depth)
-end, {})
+end, { 'allow-oom' })
