@@ -79,6 +79,22 @@ async def test_a_resumed_member_of_a_draining_flow_goes_on(engine: Engine) -> No
     assert await flow.states() == {"a": "completed", "b": "cancelled"}
 
 
+@pytest.mark.parametrize("kind", ["terminal", "success_only"])
+async def test_a_parked_member_ends_with_those_that_wait(engine: Engine, kind: str) -> None:
+    """Its upstream is cancelled first, but decides nothing that the flow has decided."""
+    flow = await submitted(engine, "a b")
+    await flow.claim()
+    handles = {key: claim.handle for key, claim in flow.claims.items()}
+    await engine.backend.flows.add_dependency(
+        flow.flow_id, flow.nodes["a"], flow.nodes["b"], dependency_kind=kind
+    )
+    await engine.backend.executions.delay(handles["a"], await engine.now() + 60_000)
+    assert (await engine.backend.executions.wait_children(handles["b"])).kind == "moved"
+    await cancel(flow)
+    assert await flow.states() == {"a": "cancelled", "b": "cancelled"}
+    assert await reason(flow, "b") == "why"
+
+
 async def test_a_suspended_member_of_a_cancelled_flow_ends_when_it_would_resume(
     engine: Engine,
 ) -> None:

@@ -18,11 +18,15 @@ from flowfabric.core.contracts.flows import (
 )
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.ids import new_uuid
+from flowfabric.core.policy import parse_policy
 from flowfabric.core.state import ExpireReason, PublicState
 from tests.support.engine import Engine, refused, untouched
 from tests.support.flows import TestFlow, graph, submitted
 from tests.support.suspension import Waits
 
+RETRIES = parse_policy(
+    {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 1000}}}
+)
 OUTCOMES = ("success", "failed", "cancelled", "expired", "skipped")
 SATISFYING: dict[DependencyKind, set[str]] = {
     "success_only": {"success"},
@@ -136,6 +140,20 @@ async def test_a_late_edge_leaves_a_decided_join_of_any_as_it_is(engine: Engine)
     assert (join.group_state, join.failed_count) == ("satisfied", 1)
 
 
+async def test_a_late_edge_leaves_an_impossible_join_as_it_is(engine: Engine) -> None:
+    """It was decided while the member ran; a retry does not wait for what comes later."""
+    flow = await with_nodes(engine, "a b c", b={"policy": RETRIES})
+    await flow.claim()
+    await add(flow, "a", "b")
+    await flow.end("a", "failed")
+    await engine.backend.executions.fail(flow.claims["b"].handle, "x", "transient")
+    assert await flow.state("b") == "delayed"
+    await add(flow, "c", "b")
+    await engine.advance(1000)
+    await engine.backend.upkeep.promote_delayed(flow.tag, "default", [flow.nodes["b"]])
+    assert await flow.claim() == ["b"]
+
+
 # --- kinds (B6) -------------------------------------------------------------------
 
 
@@ -234,6 +252,17 @@ async def test_an_edge_satisfied_in_a_held_flow_leaves_the_hold(engine: Engine) 
     assert await flow.claim() == []
     assert (await engine.backend.flows.release_flow(flow.flow_id)).eligible == 1
     assert await flow.claim() == ["b"]
+
+
+async def test_a_replay_in_a_held_flow_waits_for_the_release(engine: Engine) -> None:
+    flow = await with_nodes(engine, "a", flow={"hold": True})
+    await engine.backend.executions.cancel_execution(flow.nodes["a"])
+    await engine.backend.executions.replay_execution(flow.nodes["a"])
+    info = await engine.backend.reads.read_execution_info(flow.nodes["a"])
+    assert info.blocking_detail == "flow held"
+    assert await flow.claim() == []
+    assert (await engine.backend.flows.release_flow(flow.flow_id)).eligible == 1
+    assert await flow.claim() == ["a"]
 
 
 # --- children of running members (B10) --------------------------------------------

@@ -163,6 +163,21 @@ async def test_a_quorum_is_replayed(engine: Engine) -> None:
     assert await flow.state("d") == "waiting"
 
 
+async def test_a_replay_keeps_what_other_upstreams_decided(engine: Engine) -> None:
+    flow = await submitted(engine, "x>d y>d z>d", {"d": AnyOf("let_run")})
+    await flow.claim()
+    await flow.end("x", "failed")
+    await flow.end("y", "failed")
+    await engine.backend.executions.replay_execution(flow.nodes["y"], reopen_downstream=True)
+    (join,) = (await flow.snapshot()).edge_groups
+    assert (join.failed_count, join.running_count) == (1, 2)
+    flow.claims.pop("y")
+    await flow.end("y", "failed")
+    await flow.end("z", "failed")
+    assert await flow.state("d") == "skipped"
+    assert (await flow.snapshot()).finished_at is not None
+
+
 async def test_which_members_of_a_flow_are_replayed(engine: Engine) -> None:
     flow = await submitted(engine, "a b c")
     await flow.end("a")

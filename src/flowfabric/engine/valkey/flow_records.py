@@ -12,7 +12,7 @@ from flowfabric.core.stored import Stored, corrupt
 from flowfabric.engine.valkey.calls import text
 
 _EDGE = re.compile(
-    r"([gusi])([stf]) ([0-9]+) ([0-9a-f-]{36}) ([0-9]+)/([0-9]*)/([0-9]*) ([A-Za-z0-9_]*) ?(.*)",
+    r"([gusik])([stf]) ([0-9]+) ([0-9a-f-]{36}) ([0-9]+)/([0-9]*)/([0-9]*) ([A-Za-z0-9_]*) ?(.*)",
     re.DOTALL,
 )
 _JOIN = re.compile(r"([aq]) ([0-9]+) ([cl]) ([01])")
@@ -21,7 +21,7 @@ _KINDS: dict[str, flows.DependencyKind] = {
     "t": "terminal",
     "f": "failure_only",
 }
-_STATES = {"g": "pending", "u": "pending", "s": "satisfied", "i": "impossible"}
+_STATES = {"g": "pending", "u": "pending", "s": "satisfied", "i": "impossible", "k": "impossible"}
 _DECIDED = {"p": "pending", "s": "satisfied", "i": "impossible"}
 _ENDED = ("completed", "failed", "cancelled", "expired", "skipped")
 _FAILED = ("failed", "cancelled", "expired")

@@ -10,7 +10,7 @@ pausing.register_function('ff_wait_children', 'waiting_children', function(c, id
     local ended, all = {}, values.fields(server.call('HGETALL', K.into(c.tag, rec.flow_id, id)))
     for _, text in pairs(all) do
       local e = edges.parse(id, text)
-      if e.state == 'i' then ended[#ended + 1] = edges.id_of(c, e.upstream) end
+      if edges.is_impossible(e) then ended[#ended + 1] = edges.id_of(c, e.upstream) end
     end
     table.sort(ended)
     return 'impossible', ended

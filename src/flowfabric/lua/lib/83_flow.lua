@@ -125,6 +125,13 @@ function flow.that_ends(c, rec, resumes)
   return f
 end
 
+-- Whether a member that waited may go on with its attempt, which only a cancelled flow asks: those
+-- that waited when it was cancelled are ended first.
+function flow.resumes(c, rec)
+  return S.has_paused_attempt(rec.state)
+    and not (rec.flow_id and server.call('ZSCORE', K.index(c.tag, 'cancel_backlog'), rec.flow_id))
+end
+
 local function is_held(c, id, rec)
   local f = rec.flow_id and flow.read(c, rec.flow_id)
   local from = f and tonumber(f.held_from)

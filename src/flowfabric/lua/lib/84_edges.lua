@@ -10,7 +10,10 @@ local SATISFIED_BY = {
 }
 local EDGE = '^(%l)(%l) (%d+) (%S+) (%d+)/(%d*)/(%d*) ([%w_]*) ?(.*)$'
 
--- Edge states: staged, unsatisfied, satisfied, impossible.
+-- Which counter of the join an edge is in, by its state. The others are staged (g), unsatisfied (u).
+edges.COUNTERS = { s = 'succeeded', i = 'failed', k = 'skipped' }
+function edges.is_impossible(e) return e.state == 'i' or e.state == 'k' end
+
 function edges.parse(id, text)
   local state, kind, number, upstream, made, run, resolved, input, ref = string.match(text, EDGE)
   if not state then error(id .. ": edge: '" .. text .. "' is not an edge", 0) end

@@ -150,7 +150,7 @@ function cascade.move(c, id, rec, verdict, fields)
     for i = 1, #fields, 2 do record.set(c, id, rec, fields[i], fields[i + 1]) end
     return
   end
-  local f = flow.that_ends(c, rec, S.has_paused_attempt(rec.state))
+  local f = flow.that_ends(c, rec, flow.resumes(c, rec))
   if f then
     ending.cancel(c, id, rec, 'flow_cascade', f.cancel_reason, fields)
     add(c, 'cancelled')
@@ -202,9 +202,9 @@ function cascade.resolve(c, flow_id, edge_id, id, up_id, up)
   if edges.open_count(g) < 1 then error(id .. ': deps: invariant_violation: ' .. rec.deps, 0) end
   local outcome = S.outcome(up.state)
   local good = edges.satisfied_by(e, outcome)
-  local count = good and 'succeeded' or outcome == 'k' and 'skipped' or 'failed'
+  e.state, e.run = good and 's' or outcome == 'k' and 'k' or 'i', values.text(run)
+  local count = edges.COUNTERS[e.state]
   g[count] = g[count] + 1
-  e.state, e.run = good and 's' or 'i', values.text(run)
   e.resolved = values.text(c.now - tonumber(f.created_at))
   server.call('HSET', key, edge_id, edges.format(e))
   local was_open = g.state == 'p'

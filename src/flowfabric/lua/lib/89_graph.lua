@@ -103,9 +103,9 @@ function graph.apply(c, flow_id, f, id, rec, edge_id, e)
   server.call('HSET', K.into(c.tag, flow_id, id), edge_id, edges.format(e))
   local g = edges.group(id, rec)
   g.n = g.n + 1
-  -- A decided join of any or some stays decided; one of all waits for the new edge, too.
-  local reopened = g.state == 'p' or not rec.join
-  if g.state == 's' and reopened then g.state = 'p' end
+  -- A decided join stays decided, but one of all that was satisfied waits for the new edge, too.
+  local reopened = g.state == 'p' or g.state == 's' and not rec.join
+  if reopened then g.state = 'p' end
   record.set(c, id, rec, 'deps', edges.group_text(g))
   if e.input ~= '' then record.set(c, id, rec, 'named', '1') end
   if S.is_runnable(rec.state) and reopened and not S.is_blocked_by_dependencies(rec.state) then

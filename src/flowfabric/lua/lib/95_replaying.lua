@@ -20,7 +20,7 @@ local function unmet(c, id, rec)
   local found = {}
   for _, text in pairs(values.fields(server.call('HGETALL', K.into(c.tag, rec.flow_id, id)))) do
     local e = edges.parse(id, text)
-    if e.state == 'i' then found[#found + 1] = edges.id_of(c, e.upstream) end
+    if edges.is_impossible(e) then found[#found + 1] = edges.id_of(c, e.upstream) end
   end
   table.sort(found)
   return found
@@ -63,22 +63,21 @@ local function archive(c, id, rec)
   record.archive(c, id, rec, ended, ended_with(rec))
 end
 
--- Opens edges of a member again: the impossible ones and, with `upstream`, all that come from it.
--- They accept a later run of their upstream only. Returns the counters, and the edges that were
--- opened.
-local function open_edges(c, id, rec, upstream)
+-- Opens edges of a member again: those from `upstream` and, with `unmet`, the impossible ones. They
+-- accept a later run of their upstream only. Returns the counters, and the edges that were opened.
+local function open_edges(c, id, rec, upstream, unmet)
   local key, g, opened = K.into(c.tag, rec.flow_id, id), edges.group(id, rec), {}
   local flat = server.call('HGETALL', key)
   g.succeeded, g.failed, g.skipped, g.state = 0, 0, 0, 'p'
   for i = 1, #flat, 2 do
     local e = edges.parse(id, flat[i + 1])
-    local ended = e.state == 's' or e.state == 'i'
-    if e.state == 'i' or ended and e.upstream == upstream then
+    local counter = edges.COUNTERS[e.state]
+    if counter and (e.upstream == upstream or unmet and edges.is_impossible(e)) then
       e.state, e.resolved = 'u', ''
       server.call('HSET', key, flat[i], edges.format(e))
       opened[#opened + 1] = { flat[i], e.upstream }
-    elseif e.state == 's' then
-      g.succeeded = g.succeeded + 1
+    elseif counter then
+      g[counter] = g[counter] + 1
     end
   end
   return g, opened
@@ -92,7 +91,7 @@ function replaying.run_again(c, id, rec, how, upstream)
   local waits = rec.flow_id and rec.deps and (upstream or S.is_skipped(rec.state))
   local g, opened
   if waits then
-    g, opened = open_edges(c, id, rec, upstream)
+    g, opened = open_edges(c, id, rec, upstream, true)
     g.state = edges.verdict(c, id, rec, g) or 'p'
     record.set(c, id, rec, 'deps', edges.group_text(g))
     record.clear(c, id, rec, 'decided_at', 'decided_by', 'siblings', 'sibling_scan')
@@ -121,8 +120,8 @@ function replaying.run_again(c, id, rec, how, upstream)
   end
   c:zrem(K.lane(c.tag, rec.lane_id, 'terminal'), id)
   local blocked = waits and g.state ~= 's'
-  local is_node = subflows.is_node(rec)
-  local state = (blocked or is_node) and S.waiting_children('p') or S.eligible('p')
+  local gated = rec.flow_id or subflows.is_node(rec)
+  local state = (blocked or gated) and S.waiting_children('p') or S.eligible('p')
   record.transition(c, id, rec, state, unpack(fields))
   waiting.enter(c, id, rec)
   local details = { 'b', waits and 'skipped_flow_member' or 'normal', 'rc', count + 1 }
@@ -130,7 +129,8 @@ function replaying.run_again(c, id, rec, how, upstream)
   values.add(details, 'r', how.reason)
   events.emit(c, 'replayed', id, rec, unpack(details))
   if not blocked then
-    if is_node then return flow.move_on(c, id, rec) end
+    -- The flow may be held.
+    if gated then return flow.move_on(c, id, rec) end
     waiting.ring(c, rec)
     return
   end
