@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterable, Sequence
 
 import pytest
 
 from flowfabric.core.contracts.flows import (
     AnyOf,
+    DependencyKind,
     FlowGraph,
     FlowMember,
     GraphEdge,
@@ -20,11 +22,15 @@ from flowfabric.core.contracts.flows import (
 )
 from flowfabric.core.ids import new_uuid
 from flowfabric.core.state import ExpireReason
-from tests.support.engine import Engine
+from tests.model.flow_model import Edge, FlowModel
+from tests.support.engine import Engine, refused
 from tests.support.flows import TestFlow
 
 ENDS = ("success", "failed", "cancelled", "expired", "skipped")
+KINDS: tuple[DependencyKind, ...] = ("success_only", "failure_only", "terminal")
 _IN_MS = 20
+# No worker serves this lane: children stay where their joins put them.
+_LANE = "children"
 
 
 def joins(n: int) -> list[JoinPolicy]:
@@ -32,85 +38,193 @@ def joins(n: int) -> list[JoinPolicy]:
     return [JoinAll(), AnyOf("let_run"), *quorums]
 
 
-def decided(join: JoinPolicy, ends: tuple[str, ...], n: int) -> list[str]:
-    """The child's state after each end, by the rules alone."""
-    k = n if isinstance(join, JoinAll) else 1 if isinstance(join, AnyOf) else join.k
-    states, state, good, bad = list[str](), "waiting_children", 0, 0
-    for end in ends:
-        good, bad = good + (end == "success"), bad + (end != "success")
-        if state == "waiting_children":
-            state = "waiting" if good >= k else "skipped" if bad > n - k else state
-        states.append(state)
-    return states
+def all_orders(n: int) -> Iterable[tuple[str, ...]]:
+    return itertools.product(ENDS, repeat=n)
 
 
-async def submit(engine: Engine, ends: tuple[str, ...], policies: list[JoinPolicy]) -> TestFlow:
-    """One graph with a child per policy; all have the same upstreams."""
-    due = await engine.now() + _IN_MS
-    nodes, edges = list[GraphNode](), list[GraphEdge]()
-    for i, end in enumerate(ends):
-        deadline = due if end == "expired" else None
-        nodes.append(GraphNode(key=f"u{i}", execution_kind="job", execution_deadline_at=deadline))
-        if end == "skipped":
-            nodes.append(GraphNode(key=f"s{i}", execution_kind="job"))
-            edges.append(GraphEdge(frm=f"s{i}", to=f"u{i}"))
-    for j, join in enumerate(policies):
-        nodes.append(GraphNode(key=f"child{j}", execution_kind="job", join=join))
-        edges += [GraphEdge(frm=f"u{i}", to=f"child{j}") for i in range(len(ends))]
-    graph = FlowGraph(
-        flow_id=new_uuid(), flow_kind="algebra", nodes=tuple(nodes), edges=tuple(edges)
-    )
-    outcome = await engine.backend.flows.submit_flow(graph)
-    assert isinstance(outcome, Submitted)
-    return TestFlow(engine, outcome)
+class Algebra:
+    """One flow with a child per policy, all after the same upstreams, and its model."""
+
+    def __init__(self, engine: Engine, ends: Sequence[str], kinds: Sequence[DependencyKind]):
+        self.engine = engine
+        self.ends = ends
+        self.kinds = kinds or ("success_only",) * len(ends)
+        self.policies = joins(len(ends))
+        self.children = [f"child{j}" for j in range(len(self.policies))]
+        self.model = FlowModel()
+
+    async def submit(self, upstreams: Iterable[int]) -> None:
+        """The flow, with edges from these upstreams; joins may need more than there are."""
+        due = await self.engine.now() + _IN_MS
+        nodes, edges = list[GraphNode](), list[GraphEdge]()
+        for i, end in enumerate(self.ends):
+            deadline = due if end == "expired" else None
+            nodes.append(
+                GraphNode(key=f"u{i}", execution_kind="job", execution_deadline_at=deadline)
+            )
+            if end == "skipped":
+                nodes.append(GraphNode(key=f"s{i}", execution_kind="job"))
+                edges.append(GraphEdge(frm=f"s{i}", to=f"u{i}"))
+            self.model.add(f"u{i}")
+        initial = list(upstreams)
+        whole = len(initial) == len(self.ends)
+        for key, join in zip(self.children, self.policies, strict=True):
+            at_once = join if whole else JoinAll()
+            nodes.append(GraphNode(key=key, execution_kind="job", lane_id=_LANE, join=at_once))
+            self.model.add(key, join)
+        if whole:
+            edges += self.edges(initial)
+        graph = FlowGraph(
+            flow_id=new_uuid(), flow_kind="algebra", nodes=tuple(nodes), edges=tuple(edges)
+        )
+        outcome = await self.engine.backend.flows.submit_flow(graph)
+        assert isinstance(outcome, Submitted)
+        self.flow = TestFlow(self.engine, outcome)
+        if not whole:
+            for key, join in zip(self.children, self.policies, strict=True):
+                await self.flow.backend.flows.set_edge_group_policy(
+                    self.flow.flow_id, self.flow.nodes[key], join
+                )
+            if initial:
+                await self.flow.backend.flows.extend_flow(
+                    self.flow.flow_id, edges=self.edges(initial)
+                )
+        self._add(initial, self.children)
+
+    def edges(self, upstreams: Iterable[int], children: Sequence[str] = ()) -> list[GraphEdge]:
+        return [
+            GraphEdge(frm=f"u{i}", to=child, kind=self.kinds[i])
+            for child in children or self.children
+            for i in upstreams
+        ]
+
+    def _add(self, upstreams: Iterable[int], children: Sequence[str]) -> None:
+        for edge in self.edges(upstreams, children):
+            answer = self.model.depend(
+                Edge(f"{edge.frm} {edge.to}", edge.frm, edge.to, str(edge.kind))
+            )
+            assert answer == "applied"
+
+    async def add_late(self, i: int) -> None:
+        """An edge from this upstream into every child; one that has ended refuses it."""
+        open_children = [key for key in self.children if not self.model.members[key].ended]
+        for key in set(self.children) - set(open_children):
+            add = self.flow.backend.flows.add_dependency(
+                self.flow.flow_id, self.flow.nodes[f"u{i}"], self.flow.nodes[key]
+            )
+            await refused(add, "terminal")
+        if open_children:
+            await self.flow.backend.flows.extend_flow(
+                self.flow.flow_id, edges=self.edges([i], open_children)
+            )
+            self._add([i], open_children)
+
+    async def end(self, i: int) -> None:
+        how, flow = self.ends[i], self.flow
+        if how == "skipped":
+            await flow.end(f"s{i}", "cancelled")
+        elif how == "expired":
+            await self.engine.advance(_IN_MS)
+            expire = flow.backend.upkeep.expire_execution
+            answers = await expire(flow.tag, ExpireReason.EXECUTION_DEADLINE, [flow.nodes[f"u{i}"]])
+            assert answers == ["expired"]
+        else:
+            await flow.end(f"u{i}", how)
+        self.model.end(f"u{i}", {"success": "completed"}.get(how, how))
+
+    async def compare(self) -> None:
+        """Every child, and its counters, are where its join puts them."""
+        page = await self.flow.backend.flows.list_members(self.flow.flow_id)
+        found: dict[str, FlowMember] = {member.node: member for member in page.entries}
+        for key in self.children:
+            member, join = self.model.members[key], found[key].join
+            n, good, _ = self.model.counted(key)
+            resolved = [
+                self.model.members[edge.frm].state
+                for edge in self.model.inbound(key)
+                if edge.state == "impossible"
+            ]
+            skipped = resolved.count("skipped")
+            assert found[key].public_state.value == member.state, (key, self.ends, self.kinds)
+            if n:
+                assert join is not None
+                assert join.group_state == member.group
+                assert (join.total_deps, join.satisfied_count) == (n, good)
+                assert (join.failed_count, join.skipped_count) == (len(resolved) - skipped, skipped)
 
 
-async def end(flow: TestFlow, i: int, how: str) -> None:
-    if how == "skipped":
-        await flow.end(f"s{i}", "cancelled")
-    elif how == "expired":
-        await flow.engine.advance(_IN_MS)
-        expire = flow.backend.upkeep.expire_execution
-        answers = await expire(flow.tag, ExpireReason.EXECUTION_DEADLINE, [flow.nodes[f"u{i}"]])
-        assert answers == ["expired"]
-    else:
-        await flow.end(f"u{i}", how)
-
-
-async def check(engine: Engine, ends: tuple[str, ...]) -> None:
-    """Upstreams end one after the other; every child is where its join puts it."""
-    policies = joins(len(ends))
-    flow = await submit(engine, ends, policies)
-    wanted = [decided(join, ends, len(ends)) for join in policies]
-    for i, how in enumerate(ends):
-        await end(flow, i, how)
-        told = {m.node: m.public_state.value for m in await members(flow)}
-        found = [told[f"child{j}"].replace("active", "waiting") for j in range(len(policies))]
-        assert found == [states[i] for states in wanted], (ends, i)
-    good, skipped = ends.count("success"), ends.count("skipped")
-    counted = (good, len(ends) - good - skipped, skipped)
-    children = [flow.nodes[f"child{j}"] for j in range(len(policies))]
-    groups = {g.downstream_execution_id: g for g in (await flow.snapshot()).edge_groups}
-    for child in children:
-        group = groups[child]
-        assert (group.satisfied_count, group.failed_count, group.skipped_count) == counted
+async def check(
+    engine: Engine,
+    ends: Sequence[str],
+    kinds: Sequence[DependencyKind] = (),
+    late: tuple[int, int] | None = None,
+) -> None:
+    """Upstreams end one after the other. `late`: which one's edges come before which end."""
+    upstreams = range(len(ends))
+    each = Algebra(engine, ends, kinds)
+    await each.submit(i for i in upstreams if late is None or i != late[0])
+    for i in upstreams:
+        if late and late[1] == i:
+            await each.add_late(late[0])
+            await each.compare()
+        await each.end(i)
+        await each.compare()
+    if late and late[1] == len(ends):
+        await each.add_late(late[0])
+        await each.compare()
     # Flows that end up in the same partition must not see each other's members.
-    await flow.backend.flows.cancel_flow(flow.flow_id)
+    await engine.backend.flows.cancel_flow(each.flow.flow_id)
 
 
-async def members(flow: TestFlow) -> tuple[FlowMember, ...]:
-    return (await flow.backend.flows.list_members(flow.flow_id)).entries
+def seeded() -> random.Random:
+    seed = random.randrange(2**32)
+    print("seed", seed)  # noqa: T201
+    return random.Random(seed)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 async def test_every_order_of_every_end(engine: Engine, n: int) -> None:
-    for ends in itertools.product(ENDS, repeat=n):
+    for ends in all_orders(n):
         await check(engine, ends)
 
 
 async def test_a_sample_of_the_orders_of_five(engine: Engine) -> None:
-    seed = random.randrange(2**32)
-    print("seed", seed)  # noqa: T201
-    rng = random.Random(seed)
-    for ends in rng.sample(list(itertools.product(ENDS, repeat=5)), 300):
+    for ends in seeded().sample(list(all_orders(5)), 200):
         await check(engine, ends)
+
+
+@pytest.mark.chaos
+async def test_every_order_of_five(engine: Engine) -> None:
+    for ends in all_orders(5):
+        await check(engine, ends)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_every_kind_with_every_end(engine: Engine, n: int) -> None:
+    """08 B6"""
+    for ends in all_orders(n):
+        for kinds in itertools.product(KINDS, repeat=n):
+            await check(engine, ends, kinds)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_an_edge_that_comes_late_at_every_moment(engine: Engine, n: int) -> None:
+    """08 B5: before and after each end, from an upstream that runs or has ended."""
+    for ends in all_orders(n):
+        for late in itertools.product(range(n), range(n + 1)):
+            await check(engine, ends, late=late)
+
+
+@pytest.mark.parametrize("n", [3, 4])
+async def test_a_sample_of_late_edges_of_every_kind(engine: Engine, n: int) -> None:
+    rng = seeded()
+    for _ in range(60):
+        late = (rng.randrange(n), rng.randrange(n + 1))
+        await check(engine, rng.choices(ENDS, k=n), rng.choices(KINDS, k=n), late)
+
+
+@pytest.mark.chaos
+async def test_late_edges_at_every_moment_of_three(engine: Engine) -> None:
+    for ends in all_orders(3):
+        for late in itertools.product(range(3), range(4)):
+            await check(engine, ends, late=late)

@@ -1,0 +1,29 @@
+"""A random life of a flow, step by step against the model.
+
+Run one seed again with `--hypothesis-seed=N`; a failure is shown as found, `FF_MODEL_SHRINK=1`
+looks for a shorter one.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.model.flow_lives import FlowLives
+from tests.model.running import SHRINK, live
+from tests.support.server import TestServer
+
+EXAMPLES = int(os.environ.get("FF_MODEL_EXAMPLES", "25"))
+STEPS = int(os.environ.get("FF_MODEL_STEPS", "25"))
+
+
+@pytest.mark.timeout(180 if EXAMPLES <= 100 and not SHRINK else 0)
+def test_a_flow_lives_like_the_model(valkey: TestServer, request: pytest.FixtureRequest) -> None:
+    live(FlowLives, valkey.url, request, examples=EXAMPLES, steps=STEPS)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(0)
+def test_many_flows_live_like_the_model(valkey: TestServer, request: pytest.FixtureRequest) -> None:
+    live(FlowLives, valkey.url, request, examples=500, steps=40)
