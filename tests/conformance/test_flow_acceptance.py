@@ -4,15 +4,44 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
-from flowfabric.core.contracts.flows import AlreadyStaged, AnyOf, Staged
+from flowfabric.core.contracts.flows import (
+    AlreadyStaged,
+    AnyOf,
+    GraphEdge,
+    GraphNode,
+    Staged,
+    Submitted,
+)
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import new_uuid
 from tests.support.engine import Engine, refused
-from tests.support.flows import submitted
+from tests.support.flows import TestFlow, graph, submitted, without_followups
 
 ALL_BYTES = bytes(range(256))
+
+
+async def test_a_chain_goes_on_with_each_reply(engine: Engine) -> None:
+    """No scanner runs: the next member can be claimed as soon as the reply is there."""
+    flow = await submitted(engine, ">".join(f"n{i}" for i in range(50)))
+    for i in range(50):
+        assert await flow.claim() == [f"n{i}"]
+        await flow.end(f"n{i}")
+    assert (await flow.snapshot()).derived_state == "completed"
+
+
+async def test_a_fan_out_of_a_thousand(engine: Engine) -> None:
+    """08 §21.1: no more calls than 1,000 members at 128 a call take."""
+    flow = await submitted(engine, " ".join(f"root>n{i}" for i in range(999)))
+    await without_followups(engine)
+    await flow.end("root")
+    calls = 1
+    while (await engine.backend.flows.drain_cascade(flow.nodes["root"].partition)).pending:
+        calls += 1
+    assert calls <= 8
+    assert (await flow.snapshot()).members == {"completed": 1, "waiting": 999}
 
 
 async def test_a_failed_root_skips_all_that_needs_it(engine: Engine) -> None:
@@ -122,6 +151,32 @@ async def test_without_a_result_the_child_keeps_its_payload(engine: Engine) -> N
     assert flow.claims["b"].input_payload == b""
 
 
+@pytest.mark.parametrize("order", ["ab", "ba"])
+async def test_of_two_results_the_edge_staged_last_counts(engine: Engine, order: str) -> None:
+    flow = await submitted(engine, "a b c")
+    for key in "ab":
+        await engine.backend.flows.add_dependency(
+            flow.flow_id, flow.nodes[key], flow.nodes["c"], data_passing_ref="result"
+        )
+    for key in order:
+        await flow.end(key, result=key.encode())
+    await flow.claim()
+    assert flow.claims["c"].input_payload == b"b"
+
+
+async def test_an_ended_child_keeps_its_payload(engine: Engine) -> None:
+    given = graph("a>b", data_passing_ref="result")
+    nodes = tuple(msgspec.structs.replace(node, input_payload=b"own") for node in given.nodes)
+    outcome = await engine.backend.flows.submit_flow(msgspec.structs.replace(given, nodes=nodes))
+    assert isinstance(outcome, Submitted)
+    flow = TestFlow(engine, outcome)
+    await flow.end("b", "cancelled")
+    await flow.end("a", result=b"new")
+    await engine.backend.executions.replay_execution(flow.nodes["b"])
+    await flow.claim()
+    assert flow.claims["b"].input_payload == b"own"
+
+
 @pytest.mark.parametrize("order", ["upstream first", "child first"])
 async def test_a_skipped_child_runs_after_both_replays(engine: Engine, order: str) -> None:
     flow = await submitted(engine, "a>b")
@@ -143,3 +198,21 @@ async def test_a_child_waits_while_its_upstream_stays_failed(engine: Engine) -> 
         await engine.backend.flows.drain_cascade(flow.nodes["a"].partition)
         await engine.backend.flows.cascade_completion(flow.nodes["a"])
         assert await flow.state("b") == "waiting_children"
+
+
+@pytest.mark.chaos
+async def test_a_walk_that_takes_too_long_is_a_cycle(engine: Engine) -> None:
+    """More than 10,000 members come after the child of the new edge, all of a lower rank."""
+    flow = await submitted(engine, "before>up child")
+    for first in range(0, 11_000, 1000):
+        keys = [f"n{n}" for n in range(first, first + 1000)]
+        nodes = [GraphNode(key=key, execution_kind="job") for key in keys]
+        edges = [GraphEdge(frm="child", to=key) for key in keys]
+        await engine.backend.flows.extend_flow(flow.flow_id, nodes, edges)
+    error = await refused(
+        engine.backend.flows.stage_dependency_edge(
+            flow.flow_id, flow.nodes["up"], flow.nodes["child"]
+        ),
+        "cycle_detected",
+    )
+    assert error.details == ("graph_too_large",)
