@@ -14,6 +14,7 @@ from flowfabric.core.contracts.flows import (
     AlreadyMember,
     AlreadySubmitted,
     AnyOf,
+    Dependency,
     EdgeApplied,
     Extended,
     FlowCancelled,
@@ -68,6 +69,18 @@ async def test_an_execution_is_in_one_flow_forever(engine: Engine) -> None:
             flows.add_execution_to_flow(other, stranger(engine, flow)), "partition_mismatch"
         )
         assert flow.tag in str(apart)
+
+
+async def test_a_new_member_waits_for_members_only(engine: Engine) -> None:
+    flow = await submitted(engine, "a")
+    alone = await engine.create(execution_id=flow.new_member_id())
+    new = flow.new_member_id()
+    with_a_stranger = engine.create(
+        execution_id=new, flow_id=flow.flow_id, depends_on=(Dependency(upstream=alone),)
+    )
+    async with untouched(engine):
+        error = await refused(with_a_stranger, "execution_not_in_flow")
+    assert error.details == (alone,)
 
 
 async def test_an_execution_joins_in_any_state(engine: Engine) -> None:

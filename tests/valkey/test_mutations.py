@@ -17,6 +17,13 @@ from tests.valkey.mutants import (
     promotes_only_what_is_delayed,
     trims_nothing_early,
 )
+from tests.valkey.mutants_flows import MUTANTS as FLOWS
+from tests.valkey.mutants_flows import (
+    counts_an_edge_once,
+    finishes_once,
+    goes_on_after_completing_and_claiming,
+    staged_edges_count_nothing,
+)
 from tests.valkey.mutants_repeats import MUTANTS as REPEATS
 from tests.valkey.mutants_repeats import repeats_a_revocation, repeats_an_override
 from tests.valkey.mutants_tasks import MUTANTS as TASKS
@@ -24,13 +31,17 @@ from tests.valkey.mutation import crashed, failure_of, private_engine, private_s
 
 __all__ = ["private_engine", "private_server"]
 
-ALL = MUTANTS + REPEATS + TASKS
+ALL = MUTANTS + REPEATS + TASKS + FLOWS
 OWN_SCENARIOS: list[Scenario] = [
     trims_nothing_early,
     promotes_nothing_early,
     promotes_only_what_is_delayed,
     repeats_a_revocation,
     repeats_an_override,
+    finishes_once,
+    staged_edges_count_nothing,
+    counts_an_edge_once,
+    goes_on_after_completing_and_claiming,
 ]
 
 
