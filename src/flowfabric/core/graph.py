@@ -4,7 +4,7 @@ import itertools
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from uuid import UUID, uuid5
+from hashlib import sha1
 
 from flowfabric.core.contracts.flows import Dependency, GraphEdge, GraphNode, JoinAll, Quorum
 from flowfabric.core.errors import ConflictError, invalid_input
@@ -34,22 +34,32 @@ def subflow_id(
     """
     elsewhere = spread and counts.flow > 1
     names = (f"subflow {run} {number}" for number in itertools.count())
-    ids = (str(uuid5(UUID(parent.uuid), name)) for name in names)
+    ids = (derived_uuid(parent.uuid, name) for name in names)
     return next(
         each for each in ids if (flow_partition(each, counts) != parent.partition) == elsewhere
     )
 
 
+def derived_uuid(namespace: str, name: str) -> str:
+    """`uuid5` as text, without a `UUID` of each: 28 of them took half the time of a submission."""
+    data = bytes.fromhex(namespace.replace("-", "")) + name.encode()
+    digest = bytearray(sha1(data, usedforsecurity=False).digest()[:16])
+    digest[6] = digest[6] & 0x0F | 0x50
+    digest[8] = digest[8] & 0x3F | 0x80
+    text = digest.hex()
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+
 def node_id(flow_id: str, tag: str, key: str) -> ExecutionId:
     """The id of a node: the same key of the same flow gives the same id."""
-    return ExecutionId.trusted(f"{tag}:{uuid5(UUID(flow_id), key)}")
+    return ExecutionId.trusted(f"{tag}:{derived_uuid(flow_id, key)}")
 
 
 def edge_id(flow_id: str, edge: GraphEdge) -> str:
     """The edge's own id, or one derived from what makes the edge unique in its flow."""
     if edge.edge_id:
         return edge.edge_id
-    return str(uuid5(UUID(flow_id), f"{edge.frm}\x1f{edge.to}\x1f{edge.input_name}"))
+    return derived_uuid(flow_id, f"{edge.frm}\x1f{edge.to}\x1f{edge.input_name}")
 
 
 def check_passing(edge: GraphEdge | Dependency, field: str = "edges") -> None:
@@ -68,7 +78,7 @@ def dependency_id(flow_id: str, child: ExecutionId, given: Dependency) -> str:
     if given.edge_id:
         return given.edge_id
     name = f"{given.upstream.uuid}\x1f{child.uuid}\x1f{given.input_name}"
-    return str(uuid5(UUID(flow_id), name))
+    return derived_uuid(flow_id, name)
 
 
 def _check_joins(nodes: Iterable[GraphNode], inbound: Mapping[str, list[GraphEdge]]) -> None:

@@ -217,17 +217,23 @@ class WorkerClaims(Generic[T]):
         task.add_done_callback(self.background.discard)
 
     async def complete(
-        self, lane_id: str, tag: str, items: Sequence[Completion], may_repeat: Callable[[], bool]
+        self,
+        lane_id: str,
+        tag: str,
+        items: Sequence[Completion],
+        may_repeat: Callable[[], bool],
+        *,
+        of_flow: bool = False,
     ) -> tuple[list[EngineError | None], Callable[[], list[T]]]:
         """Complete executions and claim as many of the same lane and partition.
 
-        Repeats the same request after an outage as long as `may_repeat`. Returns the errors, and
-        a function that returns the claimed tasks: call it when the completed ones have released
-        their permits.
+        Members of a flow release others there. Repeats the same request after an outage as long as
+        `may_repeat`. Returns the errors, and a function that returns the claimed tasks: call it
+        when the completed ones have released their permits.
         """
         request, request_id, since = self.requests[lane_id], new_uuid(), time.monotonic()
         # Completing these tasks frees their permits, so claim that many.
-        room = len(items) if self._may_stick(lane_id, tag) else 0
+        room = len(items) if self._may_stick(lane_id, tag, of_flow=of_flow) else 0
         pause = _FIRST_PAUSE_S
         while True:
             try:
@@ -254,7 +260,9 @@ class WorkerClaims(Generic[T]):
         claims = claimed.claims
         self.log_unknown(claimed.unknown_tasks)
         # As in `claim_at`: what remains is not claimable by this worker.
-        if not claimed.worth_repeating:
+        if claimed.worth_repeating:
+            self.lanes[lane_id].add(tag)
+        else:
             self.lanes[lane_id].visited(tag, more=False)
         room = 0 if self.stopping else self.reserve(len(claims))
         if len(claims) > room:
@@ -262,15 +270,19 @@ class WorkerClaims(Generic[T]):
             self.in_background(give_back(self.backend, unused))
         return [self.adopt(claim, since) for claim in claims[:room]]
 
-    def _may_stick(self, lane_id: str, tag: str) -> bool:
+    def _may_stick(self, lane_id: str, tag: str, *, of_flow: bool) -> bool:
         """Stay on a partition for a while only, and not while others wait longer."""
-        if self.stopping or tag not in self.lanes[lane_id].hinted:
+        here = self.lanes[lane_id]
+        known = tag in here.hinted
+        if self.stopping or not (of_flow or known):
             return False
-        if all(len(lane.hinted) <= (lane.lane_id == lane_id) for lane in self.lanes):
+        if of_flow and self.free:
+            return True
+        if all(len(lane.hinted) <= (lane is here and known) for lane in self.lanes):
             return True
         self._sticky += 1
         if self._sticky < _MAX_STICKY:
-            return self.lanes[lane_id].oldest() == tag
+            return of_flow or here.oldest() == tag
         self._sticky = 0
         return False
 

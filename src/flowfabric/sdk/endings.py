@@ -306,7 +306,11 @@ class Endings:
         try:
             # The same request is good while any of the leases may last.
             outcomes, claimed_tasks = await self.worker.claims.complete(
-                lane_id, tag, items, lambda: any(task.may_hold_lease for task, _ in finished)
+                lane_id,
+                tag,
+                items,
+                lambda: any(task.may_hold_lease for task, _ in finished),
+                of_flow=any(task.claim.flow_id for task, _ in finished),
             )
         except errors.TransportError as error:
             for task, _ in finished:

@@ -23,7 +23,7 @@ local function settle(c, id, rec, edge_id, e)
   if not state then error(id .. ': edge ' .. edge_id .. ': its upstream does not exist', 0) end
   if not S.is_code(state) or not S.is_terminal(state) then return false end
   local name = cascade.edge_name(rec.flow_id, edge_id, e.upstream, edges.uuid_of(id))
-  if is_queued(c, rec.flow_id, e.upstream, name) then return false end
+  if is_queued(c, rec.flow_id, e.upstream, table.concat(name, '|')) then return false end
   local answer = cascade.unit(c, name, cascade.resolve, rec.flow_id, edge_id, id, up_id,
     record.read(c, up_id))
   return answer ~= nil and answer ~= 'already_resolved' and answer ~= 'invalid_dependency'

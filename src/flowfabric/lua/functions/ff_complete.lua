@@ -39,27 +39,30 @@ register('ff_complete', function(keys, args)
   if problem then return problem end
   local first = 5 * count + 2
   local c = Context.open(keys[1], count > 1 or (args[first + 4] or '1') ~= '1')
+  local want = args[first] and claiming.wanted(args, first)
   -- What the ends release is claimed here first: only what is left wakes other workers.
-  local released = args[first] and {}
+  local released = want and {}
   c.rings_later = released
+  if want then claiming.begin_keeping(c, want) end
   local replies = {}
   for n = 1, count do
     local i = 5 * n - 3
     replies[n] = reply.guarded(complete, c, args[i], args[i + 1], args[i + 2], args[i + 3],
       args[i + 4])
   end
-  if not args[first] then
+  if not want then
     c:close()
     return reply.ok(replies, cascade.told(c))
   end
   c:flush()
-  local want = claiming.wanted(args, first)
   want.awake = true
-  local rows, left, unknown = claiming.many(c, want)
+  local ok, rows, left, unknown = pcall(claiming.many, c, want)
+  if not ok then left = claiming.give_kept(c) end
   c:close()
   c.rings_later = nil
   for _, bell in pairs(released) do
     if left > 0 or bell.lane ~= want.lane then c:ring(bell.lane, bell.task) end
   end
+  if not ok then error(rows, 0) end
   return reply.ok(replies, rows, left, unknown or false, cascade.told(c))
 end, { 'allow-oom' })

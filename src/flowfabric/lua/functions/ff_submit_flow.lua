@@ -62,7 +62,7 @@ local function submit(c, args)
   end
   local parent = parent_of(c, flow_id, header)
   -- The engine has checked the graph as a whole.
-  local common, items = { flow = flow_id, ns = header.ns, checked = true }, {}
+  local common, items, ids = { flow = flow_id, ns = header.ns, checked = true }, {}, {}
   for i = 3, #args, 5 do
     local item = { i, creating.options(common, args[i + 4]) }
     local problem = creating.problem(c, item[2])
@@ -70,8 +70,9 @@ local function submit(c, args)
       problem[#problem + 1] = item[2].node
       return problem
     end
-    items[#items + 1] = item
+    items[#items + 1], ids[#ids + 1] = item, args[i]
   end
+  common.is_new = creating.are_new(c, ids)
   opened(c, flow_id, header)
   for _, item in ipairs(items) do
     local i = item[1]

@@ -5,6 +5,8 @@
 
 -- The record, or nil if there is none. A record without a readable state stops the call.
 function record.read(c, id)
+  local at_hand = c.at_hand and c.at_hand[id]
+  if at_hand then return at_hand end
   local flat = server.call('HGETALL', K.core(c.tag, id))
   if #flat == 0 then return nil end
   -- Room for the usual fields from the start: growing the table costs 0.5 µs per claim.
@@ -108,16 +110,41 @@ function record.add_or_clear(c, id, rec, fields, name, text)
   values.add(fields, name, text)
 end
 
--- The only way to change state: writes the state and fields (name, value pairs), in the store and
--- in `rec`. Leave the indexes of the old state first.
-function record.transition(c, id, rec, state, ...)
-  server.call('HSET', K.core(c.tag, id), 'state', state, ...)
-  if rec.flow_id then flow.count(c, rec.flow_id, rec.state, state) end
-  rec.state = state
+local function note(rec, ...)
   for i = 1, select('#', ...), 2 do
     local name, value = select(i, ...)
     rec[name] = value
   end
+end
+
+-- The only way to change state: writes the state and fields (name, value pairs), in the store and
+-- in `rec`. Leave the indexes of the old state first.
+function record.transition(c, id, rec, state, ...)
+  local key = K.core(c.tag, id)
+  if rec.unwritten then
+    server.call('HSET', key, 'state', state, unpack(record.with_unwritten(rec, { ... })))
+  else
+    server.call('HSET', key, 'state', state, ...)
+  end
+  if rec.flow_id then flow.count(c, rec.flow_id, rec.state, state) end
+  rec.state = state
+  note(rec, ...)
+end
+
+-- Sets fields (name, value pairs) that the next transition writes.
+function record.set_later(rec, ...)
+  rec.unwritten = { ... }
+  note(rec, ...)
+end
+
+-- Adds what `set_later` left to a list of fields. Another call may have changed it since.
+function record.with_unwritten(rec, fields)
+  for i = 1, #rec.unwritten, 2 do
+    local name = rec.unwritten[i]
+    fields[#fields + 1], fields[#fields + 2] = name, rec[name]
+  end
+  rec.unwritten = nil
+  return fields
 end
 
 -- Takes over the state that another part of the call may have given the execution.

@@ -21,9 +21,14 @@ end
 -- Appends one entry; `...` are further name, value pairs, none of them nil or false.
 function events.emit(c, kind, id, rec, ...)
   if FREQUENT[kind] and rec.lane_id == 'default' and rec.namespace == 'default'
-      and not rec.flow_id and not clock.shifted then
-    server.call('XADD', K.events(c.tag), 'MAXLEN', '~', SETTINGS.events_maxlen, '*',
-      't', kind, 'id', id, 'k', rec.execution_kind, ...)
+      and not clock.shifted then
+    if rec.flow_id then
+      server.call('XADD', K.events(c.tag), 'MAXLEN', '~', SETTINGS.events_maxlen, '*',
+        't', kind, 'id', id, 'k', rec.execution_kind, 'f', rec.flow_id, ...)
+    else
+      server.call('XADD', K.events(c.tag), 'MAXLEN', '~', SETTINGS.events_maxlen, '*',
+        't', kind, 'id', id, 'k', rec.execution_kind, ...)
+    end
     return
   end
   local args = {

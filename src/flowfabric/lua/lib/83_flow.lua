@@ -11,7 +11,13 @@ function flow.read(c, flow_id)
   local known = c.flows[flow_id]
   if known == nil then
     local flat = server.call('HGETALL', K.flow(c.tag, flow_id))
-    known = #flat > 0 and values.fields(flat)
+    -- Room for the usual fields from the start.
+    known = #flat > 0 and values.fields(flat, {
+      flow_kind = nil, namespace = nil, created_at = nil, last_mutation_at = nil, digest = nil,
+      graph_revision = nil, node_count = nil, edge_count = nil, changes = nil, kept = nil, live = nil,
+      members_waiting = nil, members_waiting_children = nil, members_active = nil,
+      members_completed = nil, finished_at = nil,
+    })
     c.flows[flow_id] = known
   end
   return known or nil
@@ -158,6 +164,7 @@ function flow.move_on(c, id, rec, ...)
   local state, detail = flow.unblocked(c, id, rec)
   waiting.leave(c, id, rec)
   if rec.blocking_detail and not detail then record.clear(c, id, rec, 'blocking_detail') end
+  if state == S.NEW and claiming.keep(c, id, rec, ...) then return end
   record.transition(c, id, rec, state, 'last_transition_at', values.text(c.now), ...)
   if detail then record.set(c, id, rec, 'blocking_detail', detail) end
   waiting.enter(c, id, rec)

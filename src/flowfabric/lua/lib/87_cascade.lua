@@ -34,9 +34,9 @@ function cascade.told(c)
   return done and { done.resolved, done.promoted, done.skipped, done.cancelled, done.pending }
 end
 
--- What failed units are called, so that they can be tried again.
+-- What a failed unit is called, so that it can be tried again: parts, joined by `|`.
 function cascade.edge_name(flow_id, edge_id, up, child)
-  return table.concat({ 'e', flow_id, edge_id, up, child }, '|')
+  return { 'e', flow_id, edge_id, up, child }
 end
 
 local function name_of(flow_id, id) return flow_id .. '|' .. edges.uuid_of(id) end
@@ -61,7 +61,7 @@ function cascade.unit(c, what, handle, ...)
   spend(c)
   local ok, answer = try(handle, c, ...)
   if ok then return answer end
-  cascade.note_failure(c, what, answer)
+  cascade.note_failure(c, table.concat(what, '|'), answer)
 end
 
 local function postpone(c, flow_id, id)
@@ -130,7 +130,7 @@ function cascade.cancel_siblings(c, id, rec)
       -- Those that ended take no room, or a call with little of it would never get past them.
       if e.state == 'u' and e.number <= tonumber(last) and may_live(c, up_id) then
         if cascade.room(c) <= 0 then return stop() end
-        cascade.unit(c, table.concat({ 's', flow_id, edges.uuid_of(id), e.upstream }, '|'),
+        cascade.unit(c, { 's', flow_id, edges.uuid_of(id), e.upstream },
           function() cancel_sibling(c, flow_id, id, up_id, reason, join.spares) end)
       end
     end
@@ -334,19 +334,19 @@ end
 
 -- Tells the parent of a flow that it finished, as a unit.
 function cascade.tell_parent(c, flow_id, f, state)
-  cascade.unit(c, 'f|' .. flow_id .. '|' .. state, subflows.finished, flow_id, f, state)
+  cascade.unit(c, { 'f', flow_id, state }, subflows.finished, flow_id, f, state)
 end
 
 -- Cancels one member for its cancelled flow, as a unit.
 function cascade.cancel_member(c, flow_id, id)
-  return cascade.unit(c, table.concat({ 'c', flow_id, edges.uuid_of(id) }, '|'), function()
+  return cascade.unit(c, { 'c', flow_id, edges.uuid_of(id) }, function()
     return flow_cancel.member(c, flow_id, id)
   end)
 end
 
 -- Lets a held member go, as a unit; true if it had been held.
 function cascade.release_member(c, flow_id, id)
-  return cascade.unit(c, table.concat({ 'h', flow_id, edges.uuid_of(id) }, '|'), function()
+  return cascade.unit(c, { 'h', flow_id, edges.uuid_of(id) }, function()
     local rec = record.checked(c, id)
     if not rec or not S.is_held(rec.state) then return false end
     flow.move_on(c, id, rec)

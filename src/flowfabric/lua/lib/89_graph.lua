@@ -74,8 +74,9 @@ function graph.add_edge(c, flow_id, f, id, each, state)
     input = input, ref = ref }
   server.call('HSET', K.into(c.tag, flow_id, id), edge_id, edges.format(e))
   c.new_edges = c.new_edges or {}
-  c.new_edges[flow_id] = c.new_edges[flow_id] or {}
-  values.append(c.new_edges[flow_id], { edge_id, edges.uuid_of(id) })
+  local new = c.new_edges[flow_id] or {}
+  new[#new + 1], new[#new + 2] = edge_id, edges.uuid_of(id)
+  c.new_edges[flow_id] = new
   server.call('ZADD', K.out(c.tag, flow_id, up_id), f.edge_count, edge_id .. ' ' .. edges.uuid_of(id))
   if not up.out then
     up.out = '1'

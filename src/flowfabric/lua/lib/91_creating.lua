@@ -117,6 +117,7 @@ end
 local function existing(c, id, lane, namespace, opts)
   local stored = opts.idem and keyed(c, namespace, opts.idem, opts.digest)
   if stored then return stored end
+  if opts.is_new then return nil end
   -- Usually none of these exists, and one command tells it.
   local core, backlog = K.core(c.tag, id), K.index(c.tag, 'purge_backlog')
   if c.lanes[lane] then
@@ -127,6 +128,13 @@ local function existing(c, id, lane, namespace, opts)
   end
   if server.call('EXISTS', core) == 1 then return id end
   reply.stop_with(purging.finish_problem(c, id))
+end
+
+-- Whether none of these ids is in use; one command tells it for all.
+function creating.are_new(c, ids)
+  local cores = {}
+  for i, id in ipairs(ids) do cores[i] = K.core(c.tag, id) end
+  return server.call('EXISTS', K.index(c.tag, 'purge_backlog'), unpack(cores)) == 0
 end
 
 local plain_fields = values.memo(function(encoding)
@@ -223,7 +231,8 @@ end
 function creating.problem(c, opts)
   local ok, answer = try(accepted, c, opts.lane or 'default', opts)
   if not ok then error(answer, 0) end
-  return answer[1] == 0 and answer or nil
+  if answer[1] == 0 then return answer end
+  opts.accepted = answer
 end
 
 -- Accepts one execution; `opts` as in ff_create.
@@ -231,7 +240,7 @@ function creating.create(c, id, kind, payload, encoding, opts)
   local namespace, lane = opts.ns or 'default', opts.lane or 'default'
   local found = existing(c, id, lane, namespace, opts)
   if found then return reply.duplicate(found) end
-  local policy = accepted(c, lane, opts)
+  local policy = opts.accepted or accepted(c, lane, opts)
   local f = opts.flow and flow_of(c, namespace, opts)
 
   local rec = { state = S.NEW, lane_id = lane, created_at = values.text(c.now), execution_kind = kind }

@@ -262,6 +262,12 @@ function claiming.leave_to_others(c, id, rec, worker, key)
   waiting.ring(c, rec)
 end
 
+local function add_row(c, want, id, rec, mode, rows)
+  local row = claiming.row(c, id, rec, mode)
+  rows[#rows + 1] = row
+  want.bytes = want.bytes + (row[6] and #row[6] or 0) + (tonumber(rec.tagged) or 0)
+end
+
 -- Claims one candidate if possible; true if it cannot be claimed now but stays in its index.
 local function consider(c, want, offered, id, key, rows)
   local rec = record.read(c, id)
@@ -291,9 +297,7 @@ local function consider(c, want, offered, id, key, rows)
   if mode == 'reclaimed' and end_at_cap(c, id, rec) then return false end
   want.suffix = suffix_of(#rows)
   claiming.take(c, id, rec, mode, want)
-  local row = claiming.row(c, id, rec, mode)
-  rows[#rows + 1] = row
-  want.bytes = want.bytes + (row[6] and #row[6] or 0) + (tonumber(rec.tagged) or 0)
+  add_row(c, want, id, rec, mode, rows)
   if want.bytes >= MAX_BYTES then want.max = #rows end
 end
 
@@ -324,6 +328,75 @@ local function look(c, want, offered, limit, rows)
   return left, crowded, stuck
 end
 
+-- Has this call keep members that its completions release: the claim that follows takes them
+-- without a detour through the index.
+function claiming.begin_keeping(c, want)
+  c.kept = { lane = want.lane, max = want.max, offered = claiming.offered(want.capabilities) }
+end
+
+-- Keeps a released member for the claim of this call, if that may take it; `...` are fields for its
+-- record. It is stored when it is taken or given to others; until then, `record.read` knows it.
+function claiming.keep(c, id, rec, ...)
+  local kept = c.kept
+  if not kept or #kept >= kept.max or rec.lane_id ~= kept.lane or waiting.signature(rec)
+      or (kept.offered.no_other_tasks
+        and not kept.offered.tokens[waiting.task_token(rec.execution_kind)]) then
+    return false
+  end
+  record.set_later(rec, ...)
+  flow.count(c, rec.flow_id, rec.state, S.NEW)
+  rec.state = S.NEW
+  kept[#kept + 1] = id
+  c.at_hand = c.at_hand or {}
+  c.at_hand[id] = rec
+  return true
+end
+
+-- Gives what was kept and not taken to all workers; returns how many.
+function claiming.give_kept(c)
+  local given = 0
+  for _, id in ipairs(c.kept or NONE) do
+    local rec = c.at_hand[id]
+    -- Another completion of this call may have ended it.
+    if rec.state == S.NEW then
+      record.transition(c, id, rec, S.NEW)
+      waiting.enter(c, id, rec)
+      waiting.ring(c, rec)
+      given = given + 1
+    end
+  end
+  c.kept = nil
+  if given > 0 then c:flush() end
+  return given
+end
+
+local function hand_over(c, want, id, rec, rows)
+  want.suffix = suffix_of(#rows)
+  lease.open(c, id, rec, 'fresh', want)
+  add_row(c, want, id, rec, 'fresh', rows)
+end
+
+-- Turns what was kept into leases, as far as nothing better waits; true if nothing is left to claim.
+local function take_kept(c, want, rows)
+  local kept, tag, lane = c.kept, c.tag, want.lane
+  if not kept or #kept == 0 then return false end
+  if server.call('EXISTS', K.lane(tag, lane, 'sigs'), K.reclaimable(tag, lane),
+      K.lane(tag, lane, 'config')) > 0 then
+    claiming.give_kept(c)
+    return false
+  end
+  want.plain, c.lanes[lane] = true, Context.DEFAULTS
+  local best = server.call('ZRANGE', K.eligible(tag, lane), 0, 0, 'WITHSCORES')
+  for _, id in ipairs(kept) do
+    local rec = c.at_hand[id]
+    if rec.state == S.NEW and want.bytes < MAX_BYTES
+        and (not best[1] or tonumber(c:score(rec)) <= tonumber(best[2])) then
+      try(hand_over, c, want, id, rec, rows)
+    end
+  end
+  return claiming.give_kept(c) == 0 and not best[1]
+end
+
 -- Wakes others for what a claim left.
 local function ring_for_rest(c, want, crowded)
   if want.plain then return c:ring(want.lane) end
@@ -338,17 +411,25 @@ function claiming.many(c, want)
   local memo = K.last_claim(c.tag, want.lane, record.instance_of(want.worker))
   local known, trace = server.call('GET', memo) or '', string.sub(want.lease_prefix, 1, TRACE)
   if string.find(known, trace, 1, true) then
+    claiming.give_kept(c)
     return replayed(c, want), c:holds_work(want.lane) and 1 or 0
   end
   want.most_looked, want.bytes = MAX_LOOKED, 0
-  want.plain = is_plain(c, want, offered)
-  if c:is_closed(want.lane) then return NONE, 0 end
-  local rows, limit = {}, want.max
-  local left, crowded, stuck = look(c, want, offered, limit, rows)
-  while #rows < want.max and next(crowded) and limit < want.most_looked do
-    c:flush()
-    limit = math.max(limit + 1, math.min(2 * limit + LOOK_AHEAD, want.most_looked))
-    left, crowded, stuck = look(c, want, offered, limit, rows)
+  local rows, left, crowded, stuck = {}, 0, NONE, NONE
+  if not take_kept(c, want, rows) then
+    if want.plain == nil then want.plain = is_plain(c, want, offered) end
+    if c:is_closed(want.lane) then return NONE, 0 end
+    local limit = want.max - #rows
+    if limit == 0 then
+      left = server.call('ZCARD', K.eligible(c.tag, want.lane))
+    else
+      left, crowded, stuck = look(c, want, offered, limit, rows)
+    end
+    while #rows < want.max and next(crowded) and limit < want.most_looked do
+      c:flush()
+      limit = math.max(limit + 1, math.min(2 * limit + LOOK_AHEAD, want.most_looked))
+      left, crowded, stuck = look(c, want, offered, limit, rows)
+    end
   end
   c:flush()
   if #rows > 0 then

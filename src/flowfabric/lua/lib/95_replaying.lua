@@ -173,8 +173,8 @@ function replaying.reopen(c, work, all)
         'BYSCORE', 'LIMIT', 0, limit, 'WITHSCORES')
       for n = 1, #page, 2 do
         local child = edges.id_of(c, string.sub(page[n], 38))
-        local rec = cascade.unit(c, table.concat({ all and 'R' or 'r', flow_id, upstream,
-          edges.uuid_of(child) }, '|'), reopen_child, child, upstream, all)
+        local rec = cascade.unit(c, { all and 'R' or 'r', flow_id, upstream,
+          edges.uuid_of(child) }, reopen_child, child, upstream, all)
         if rec then
           count = count + 1
           if rec.out then work[#work + 1] = { id = child, rec = rec } end
@@ -224,7 +224,7 @@ function replaying.flow(c, flow_id, from, which)
       'WITHSCORES')
     for i = 1, #page, 2 do
       local id, rec = page[i], nil
-      local name = table.concat({ PREFIX[which], flow_id, edges.uuid_of(id) }, '|')
+      local name = { PREFIX[which], flow_id, edges.uuid_of(id) }
       local done = cascade.unit(c, name, function()
         local again
         again, rec = replaying.member(c, id, which)
