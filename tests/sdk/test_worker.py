@@ -16,12 +16,14 @@ from flowfabric.core.errors import (
     WorkerAtCapacity,
 )
 from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.valkey.keys import wake
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 from tests.sdk.conftest import MakeWorker
 from tests.support.engine import Engine
+from tests.support.flows import submitted
 from tests.support.proxy import FaultProxy
 from tests.support.sdk import config, opener, seeded, serving, state, submit, until, valkey_of
 from tests.support.server import TestServer
@@ -368,3 +370,27 @@ async def test_reclaim_grant(engine: Engine, make_worker: MakeWorker) -> None:
     lost = await worker.claim_from_reclaim_grant(granted.grant)
     assert not isinstance(lost, ClaimedTask)
     assert worker.free == 1
+
+
+# --- flows ----------------------------------------------------------------------------------
+
+
+async def test_completing_a_member_claims_the_one_that_it_releases(
+    engine: Engine, make_worker: MakeWorker
+) -> None:
+    flow = await submitted(engine, "a>b>c")
+    worker = await make_worker(scanners=False, max_concurrent_tasks=1)
+    worker.claims.lanes["default"].add(flow.tag)
+    (task,) = await worker.claim_many(1)
+    for key in "bc":
+        item = Completion(task.handle)
+        outcomes, claimed = await worker.claims.complete(
+            "default", flow.tag, [item], lambda: False, of_flow=True
+        )
+        assert outcomes == [None]
+        task.finish("complete")
+        (task,) = claimed()
+        assert task.execution_id == flow.nodes[key]
+        # No ring and no sweep led there.
+        assert not worker.claims.lanes["default"].hinted
+    await task.complete()
