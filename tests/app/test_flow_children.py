@@ -104,5 +104,22 @@ async def test_children_need_a_flow(app: ff.Fabric) -> None:
 
     async with app.worker():
         run = await parent.submit()
-        with pytest.raises(ff.ExecutionFailed, match="execution_not_in_flow"):
+        with pytest.raises(ff.ExecutionFailed, match=r"Submit the task with app\.flow"):
             await run.result(timeout=10)
+
+
+async def test_no_children_are_no_wait(app: ff.Fabric) -> None:
+    @app.task
+    async def work(n: int) -> int:
+        return n
+
+    @app.task
+    async def parent(ctx: ff.Context) -> int:
+        children = ctx.spawn()
+        children.map(work, [])
+        return len(await children.results())
+
+    flow = app.flow("test")
+    flow.add(parent)
+    async with app.worker():
+        assert await (await flow.submit()).result(timeout=10) == 0

@@ -23,6 +23,13 @@ async def app(engine: Engine, valkey: TestServer) -> AsyncIterator[ff.Fabric]:
 
 
 @dataclass
+class Holder:
+    """An argument that is no list and no dict."""
+
+    value: Any
+
+
+@dataclass
 class Photo:
     """What a task returns and another takes."""
 
@@ -340,6 +347,12 @@ REFUSED: list[tuple[Callable[[Any, Any], Any], str]] = [
     (lambda f, t: f.add(t), "double.. is missing the argument 'n'"),
     (lambda f, t: f.add(t, float("nan")), r"arguments\[0\]: is nan"),
     (lambda f, t: f.add(t, object()), "cannot be written as JSON"),
+    (lambda f, t: f.add(t, Holder(f.add(t, 1))), "a node has no value before its flow runs"),
+    (lambda f, t: f.add(t, {f.add(t, 1): 2}), "but not in another object, as a key"),
+    (lambda f, t: f.map(t, f.add(t, 1)), r"one node per item with ctx\.spawn"),
+    (lambda f, t: f.map(t, 5), "items: must be a list, got int"),
+    (lambda f, t: ff.gather(f.add(t, 1)), r"one node per item with ctx\.spawn"),
+    (lambda f, t: ff.any_of(cast("Any", [f.add(t, 1)])), r"Unpack a list: any_of\(\*nodes\)"),
     (lambda f, t: f.add(t.options(idempotency_key="k"), 1), "Leave the idempotency key out"),
     (lambda f, t: [f.options(key="a").add(t, n) for n in (1, 2)], "'a' names another node"),
     (lambda f, t: f.options(key="a").map(t, [1, 2]), "names one node"),
@@ -384,9 +397,23 @@ async def test_flows_that_cannot_be_submitted(app: ff.Fabric) -> None:
         app.flow("test").add(double, app.flow("test").add(double, 1))
     with pytest.raises(TypeError, match="There is no option 'afer'"):
         app.flow("test").options(afer=[])  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ValidationError, match="kind: must not be empty"):
+        app.flow("")
     flow = app.flow("test")
-    flow.add(double, 1)
+    node = flow.add(double, 1)
+    for use in (lambda: f"{node}", lambda: bool(node)):
+        with pytest.raises(TypeError, match="no value before its flow runs"):
+            use()
+    for submit in (app.submit, lambda task, n: task.submit(n)):
+        with pytest.raises(ValidationError, match="a node has no value before its flow runs"):
+            await submit(double, node)
     submitted = await flow.submit()
+    with pytest.raises(ValidationError, match=r"flow: was submitted\. Build another one"):
+        flow.add(double, 2)
+    with pytest.raises(ValidationError, match="is a node of another flow"):
+        submitted.run(app.flow("test").add(double, 1))
+    again = await flow.submit()
+    assert (again.id, again.duplicate) == (submitted.id, True)
     other = app.flow("test", flow_id=submitted.id)
     other.add(double, 2)
     with pytest.raises(EngineError, match="flow_submission_conflict"):

@@ -231,3 +231,31 @@ async def test_an_application_that_is_connected_elsewhere(
         assert await elsewhere.client() is before
         page = await backend.listings.list_executions()
         assert [each.public_state for each in page.executions] == ["waiting"]
+
+
+async def test_flows_run_to_their_end(fabric: TestFabric) -> None:
+    """However wide they are, one call drains them; skipped nodes are among what ended."""
+
+    @fabric.task
+    async def add_up(numbers: list[int]) -> int:
+        return sum(numbers)
+
+    @fabric.task
+    async def fail() -> int:
+        raise ff.PermanentError("no data")
+
+    fabric.use(app)
+    flow = fabric.flow("wide")
+    one = flow.add(double, 1)
+    flow.add(add_up, ff.gather(flow.map(double, [one] * 300)))
+    submitted = await flow.submit()
+    ended = await fabric.drain()
+    assert await submitted.result() == 1200
+    assert len(ended) == 302
+    broken = fabric.flow("broken")
+    broken.add(double, broken.add(fail))
+    await broken.submit()
+    assert [(each.task, each.state) for each in await fabric.drain()] == [
+        ("fail", "failed"),
+        ("double", "skipped"),
+    ]

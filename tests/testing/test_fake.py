@@ -91,3 +91,44 @@ async def test_a_context_is_independent_of_others() -> None:
     assert first.execution_id != second.execution_id
     assert not first.shutting_down
     first.check()
+
+
+@app.task
+async def crawl(ctx: ff.Context, site: str) -> list[int]:
+    assert ctx.flow_id is not None
+    children = ctx.spawn()
+    children.map(count_words, [f"{site}/1", f"{site}/2"])
+    children.options(key="index").add(count_words, site)
+    found = await children.results()
+    before = ctx.inputs.get("before", int)
+    return [*found.values(), -1 if before is None else before]
+
+
+@app.task
+def count_words(page: str) -> int:
+    return len(page)
+
+
+@app.task
+def sum_up(ctx: ff.SyncContext) -> int:
+    children = ctx.spawn()
+    children.add(count_words, "a")
+    return children.results()["count_words_1"] + ctx.inputs["first"]
+
+
+async def test_results_of_other_nodes_are_given() -> None:
+    results = {"count_words_1": 1, "count_words_2": 2, "index": 3}
+    ctx = FakeContext(inputs={"before": 4}, children=results)
+    assert await crawl(ctx, "x") == [1, 2, 3, 4]
+    assert ctx.spawned == ["count_words_1", "count_words_2", "index"]
+    failed = FakeContext(inputs={"before": None}, children=results)
+    assert await crawl(failed, "x") == [1, 2, 3, -1]
+    assert failed.inputs.outcome("before") == "failed"
+    assert sum_up(FakeSyncContext(inputs={"first": 1}, children={"count_words_1": 2})) == 3
+
+
+async def test_each_child_needs_a_result() -> None:
+    with pytest.raises(UnansweredWait, match="waits for the child 'count_words_1'"):
+        await crawl(FakeContext(children={}), "x")
+    with pytest.raises(ff.FlowFabricError, match=r"Submit the task with app\.flow"):
+        sum_up(FakeSyncContext())

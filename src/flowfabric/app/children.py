@@ -86,6 +86,11 @@ class Children(Nodes):
         complete raise `ChildrenFailed`.
         """
         graph, task = self._children, self._task
+        if task.claim.flow_id is None:
+            problem = "spawn() adds to the flow of this execution. Submit the task with app.flow()"
+            raise StateError("execution_not_in_flow", problem)
+        if not graph.nodes:
+            return {}
         edges = [edge for own in graph.edges.values() for edge in own]
         spawned = await task.spawn_children(list(graph.nodes.values()), edges, wait=True)
         if spawned.parked:

@@ -27,7 +27,13 @@ from flowfabric.core.contracts.flows import (
 )
 from flowfabric.core.durations import Duration
 from flowfabric.core.errors import CorruptionError, NotFoundError, invalid_input
-from flowfabric.core.ids import ExecutionId, new_uuid, validate_namespace, validate_uuid
+from flowfabric.core.ids import (
+    ExecutionId,
+    new_uuid,
+    validate_namespace,
+    validate_text,
+    validate_uuid,
+)
 from flowfabric.core.partition import flow_partition
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.events import Event, EventFilter
@@ -89,6 +95,8 @@ class Flow:
 
         >>> print(await flow.run("resize-1").state())
         """
+        if isinstance(node, Node) and self._graph not in (None, node.graph):
+            raise invalid_input("node", f"{node.key!r} is a node of another flow")
         key = node.key if isinstance(node, Node) else node
         uuid = str(uuid5(UUID(self.id), key))
         name = self._ids.get(key) or IdStart(uuid, None, uuid)
@@ -307,7 +315,7 @@ class _Builder(Nodes):
     ) -> None:
         super().__init__(Graph(app), {})
         self._app = app
-        self._kind = kind
+        self._kind = validate_text(kind, "kind", limit=256, required=True)
         self._tags = dict(tags or {})
         self._namespace = app.namespace if namespace is None else validate_namespace(namespace)
         self.id = new_uuid() if flow_id is None else validate_uuid(flow_id, "flow_id")
@@ -343,6 +351,7 @@ class _Builder(Nodes):
             ids |= (await client.extend_flow(self.id, nodes, edges)).nodes
         if len(parts) > 1:
             await client.release_flow(self.id)
+        self._graph.submitted = True
         known = isinstance(outcome, AlreadySubmitted)
         return Flow(app, self.id, self._graph, ids, duplicate=known)
 
@@ -360,7 +369,7 @@ class FlowBuilder(_Builder):
         """Store the whole graph and return a handle on the flow.
 
         Nothing runs before all of it is stored. After a lost connection, submit again: the same
-        flow is never stored twice.
+        flow is never stored twice. Afterwards it takes no more nodes.
         """
         return await self._submit(self._app)
 

@@ -21,6 +21,7 @@ import msgspec
 from flowfabric.app import codec
 from flowfabric.app.inputs import REFERRING, Reference, encode_referring, replaced
 from flowfabric.app.tasks import Task, as_task
+from flowfabric.core.annotations import Unencodable
 from flowfabric.core.contracts.flows import (
     AnyOf,
     DependencyKind,
@@ -55,13 +56,25 @@ class ValueSource(msgspec.Struct, frozen=True):
     join: JoinPolicy | None = None
 
 
-class FutureValue(Generic[T_co]):
+class FutureValue(Unencodable, Generic[T_co]):
     """Stands for a value of type `T` that a flow computes. Pass it as an argument of a node."""
 
     __slots__ = ("plan",)
 
+    explanation = (
+        "a node has no value before its flow runs. Pass it to flow.add() as an argument, or in a "
+        "list or dict of arguments, but not in another object, as a key, or to task.submit()"
+    )
+
     def __init__(self, plan: ValueSource) -> None:
         self.plan = plan
+
+    def __bool__(self) -> bool:
+        raise TypeError("A node has no value before its flow runs, so it is neither true nor false")
+
+    def __format__(self, spec: str) -> str:
+        # In an argument this would be a wrong text. `{node!r}` shows a node.
+        raise TypeError("A node has no value before its flow runs. Add a task that builds the text")
 
     @property
     def value(self) -> T_co:
@@ -100,7 +113,7 @@ def gather(handles: Iterable[FutureValue[R]]) -> FutureValue[list[R]]:
 
     >>> flow.add(total, gather(flow.map(count_words, pages)))
     """
-    sources = tuple(handles)
+    sources = tuple(_listed(handles, "handles"))
     for each in sources:
         if not isinstance(each, FutureValue):
             raise invalid_input("handles", f"must be nodes; one item is a {type(each).__name__}")
@@ -129,6 +142,15 @@ def quorum(k: int, *nodes: Node[R], on_satisfied: OnSatisfied = "let_run") -> Fu
     return _joined(nodes, "some", Quorum(k, _checked(on_satisfied)))
 
 
+def _listed(items: Any, field: str) -> list[Any]:
+    if isinstance(items, FutureValue):
+        problem = "must be a list, and a result is known only when the flow runs. There, let a "
+        raise invalid_input(field, problem + "handler add one node per item with ctx.spawn().")
+    if not isinstance(items, Iterable):
+        raise invalid_input(field, f"must be a list, got {type(items).__name__}")
+    return list(cast("Iterable[Any]", items))
+
+
 def _checked(on_satisfied: OnSatisfied) -> OnSatisfied:
     if on_satisfied not in get_args(OnSatisfied):
         raise invalid_input("on_satisfied", "must be cancel_remaining or let_run")
@@ -139,7 +161,8 @@ def _joined(
     nodes: Sequence[Any], how: Literal["any", "some"], join: JoinPolicy
 ) -> FutureValue[Any]:
     if not nodes or not all(isinstance(node, Node) for node in nodes):
-        raise invalid_input("nodes", "must be nodes of the flow, at least one")
+        advice = " Unpack a list: any_of(*nodes)." if nodes and isinstance(nodes[0], list) else ""
+        raise invalid_input("nodes", f"must be nodes of the flow, at least one.{advice}")
     if len(set(nodes)) < len(nodes):
         raise invalid_input("nodes", "must differ: one of them is given twice")
     return FutureValue(ValueSource(tuple(nodes), how, join=join))
@@ -265,7 +288,7 @@ class Nodes:
         >>> pages = flow.map(fetch, urls)
         >>> counts = flow.map(count_words, pages, language="en")
         """
-        items = list(items)
+        items = _listed(items, "items")
         if self._options.get("key") and len(items) > 1:
             raise invalid_input("key", "names one node. Leave it out for map.")
         return [self.add(task, item, *args, **kwargs) for item in items]
@@ -282,6 +305,7 @@ class Graph:
         """The type of each node's result."""
         self.edges: dict[str, list[GraphEdge]] = {}
         """The inbound edges of each node."""
+        self.submitted = False
 
     def as_task(self, task: object) -> Task[..., Any]:
         """The task of a new node."""
@@ -299,6 +323,9 @@ class Graph:
         options: NodeOptions,
     ) -> Node[Any]:
         """Add one node with all that it waits for."""
+        if self.submitted:
+            problem = "was submitted. Build another one, or let a handler add nodes: ctx.spawn()."
+            raise invalid_input("flow", problem)
         task = self.as_task(given)
         if task.key:
             problem = "A node of a flow is submitted once. Leave the idempotency key out."

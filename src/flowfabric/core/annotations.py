@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import PurePath
-from typing import Annotated, Any, Never, NoReturn, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Never, NoReturn, get_args, get_origin
 
 import msgspec
 from msgspec import inspect
@@ -108,8 +108,19 @@ def annotation(hint: Any) -> Annotation:
         return Annotation(hint)
 
 
+class Unencodable:
+    """Stands for a value that is not there yet; no payload can carry it."""
+
+    __slots__ = ()
+
+    explanation: ClassVar[str]
+    """What the error says to a caller who tries."""
+
+
 def enc_hook(value: Any) -> Any:
     """What msgspec does not know, as something that it does."""
+    if isinstance(value, Unencodable):
+        raise TypeError(value.explanation)
     if _is_model(value.__class__):
         # Without computed fields, and by the names of fields: what `_validated` accepts.
         return value.model_dump(mode="json", round_trip=True)

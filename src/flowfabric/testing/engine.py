@@ -20,7 +20,8 @@ _END_S = 10.0
 # Timeouts and deadlines end an attempt, so they come before the loss of its lease.
 _TIMERS = (
     *("execution_deadline", "attempt_timeout", "suspension_timeout", "pending_wp_expiry"),
-    *("lease_expiry", "delayed_promoter"),
+    *("lease_expiry", "delayed_promoter", "cascade_drain", "cancel_reconciler"),
+    *("edge_cancel_dispatcher",),
 )
 
 

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
+from flowfabric.app import codec
 from flowfabric.app.context import Context, SyncContext
 from flowfabric.app.waits import Limit, Signal, WaitOptions, Waits, WaitTimeout
 from flowfabric.core import conditions
 from flowfabric.core.conditions import AcceptedSignal, Condition
+from flowfabric.core.contracts.flows import FlowInput, FlowInputs, GraphNode, Spawned
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.contracts.suspension import PendingWaitpoint
 from flowfabric.core.errors import LeaseLost
@@ -46,6 +48,8 @@ class Recorder:
         """The names it waited for, in order."""
         self.prompts: list[str] = []
         """What it asked people, in order."""
+        self.spawned: list[str] = []
+        """The keys of the children it waited for, in order."""
 
     @property
     def output(self) -> str:
@@ -55,6 +59,9 @@ class Recorder:
 
 class FakeContext(Recorder, Context):
     """A context for `async def` handlers that records what they do and answers their waits.
+
+    `inputs` are the results of earlier nodes for `ctx.inputs`; None stands for a node that failed.
+    `children` are the results of the children that the handler waits for, by key.
 
     >>> ctx = FakeContext({"approval": "approved"}, tags={"team": "web"})
     >>> assert await deploy(ctx, "1.2") == "deployed"
@@ -67,9 +74,14 @@ class FakeContext(Recorder, Context):
         *,
         tags: Mapping[str, str] | None = None,
         attempt: int = 1,
+        inputs: Mapping[str, Any] | None = None,
+        children: Mapping[str, Any] | None = None,
     ) -> None:
         Recorder.__init__(self)
-        task = cast("ClaimedTask", _FakeTask(self, tags or {}, attempt))
+        flow = None if inputs is None and children is None else _FakeFlow(self, children or {})
+        given = FlowInputs({name: _passed(value) for name, value in (inputs or {}).items()})
+        claim = _FakeClaim(None if flow is None else flow.id, given)
+        task = cast("ClaimedTask", _FakeTask(self, tags or {}, attempt, claim, flow))
         Context.__init__(self, task, cast("WorkerRuntime", _FakeRuntime))
         self._waits = self._fake_waits = _FakeWaits(task, self, answers or {})
 
@@ -92,9 +104,11 @@ class FakeSyncContext(Recorder, SyncContext):
         *,
         tags: Mapping[str, str] | None = None,
         attempt: int = 1,
+        inputs: Mapping[str, Any] | None = None,
+        children: Mapping[str, Any] | None = None,
     ) -> None:
-        fake = FakeContext(answers, tags=tags, attempt=attempt)
-        self.reports, self.frames = fake.reports, fake.frames
+        fake = FakeContext(answers, tags=tags, attempt=attempt, inputs=inputs, children=children)
+        self.reports, self.frames, self.spawned = fake.reports, fake.frames, fake.spawned
         self.waits, self.prompts = fake.waits, fake.prompts
         super(SyncContext, self).__init__(fake, _Inline())
         self._task, self._runtime = fake._task, fake._runtime  # noqa: SLF001
@@ -111,11 +125,24 @@ class _FakeTask:
     lease_epoch = 1
     execution_kind = "task"
 
-    def __init__(self, recorder: Recorder, tags: Mapping[str, str], attempt: int) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        tags: Mapping[str, str],
+        attempt: int,
+        claim: "_FakeClaim",
+        flow: "_FakeFlow | None",
+    ) -> None:
         self._recorder = recorder
         self.tags = tags
         self.attempt_index = attempt - 1
         self.execution_id = ExecutionId.solo("default", PartitionCounts())
+        self.claim = claim
+        self.backend = flow
+
+    async def spawn_children(self, nodes: Sequence[GraphNode], *_: object, **__: object) -> Spawned:
+        flow = cast("_FakeFlow", self.backend)
+        return flow.spawn([(node.key, node.key.rpartition("_")[0]) for node in nodes])
 
     @property
     def log_fields(self) -> dict[str, object]:
@@ -132,6 +159,45 @@ class _FakeTask:
 
     async def flush_output(self) -> None:
         """Nothing is buffered."""
+
+
+class _FakeClaim(NamedTuple):
+    flow_id: str | None
+    inputs: FlowInputs
+
+
+class _FakeFlow:
+    """The flow of a handler, as much as its children need of it."""
+
+    def __init__(self, recorder: Recorder, results: Mapping[str, Any]) -> None:
+        self.id = new_uuid()
+        self.flows = self
+        self._recorder = recorder
+        self._results = results
+        self._given: dict[str, FlowInput] = {}
+
+    def spawn(self, children: Sequence[tuple[str, str]]) -> Spawned:
+        for key, name in children:
+            self._recorder.spawned.append(name)
+            if name not in self._results:
+                problem = f"The handler waits for the child {name!r}, and children= has no result."
+                raise UnansweredWait(problem)
+            self._given[key] = _successful(self._results[name])
+        return Spawned(0, {})
+
+    async def get_inputs(self, _: ExecutionId) -> FlowInputs:
+        return FlowInputs(self._given)
+
+
+def _passed(value: Any) -> FlowInput:
+    """A result as another node passes it on."""
+    done = _successful(value)
+    return FlowInput(done.execution_id, "failed", None) if value is None else done
+
+
+def _successful(value: Any) -> FlowInput:
+    execution_id = ExecutionId.solo("default", PartitionCounts())
+    return FlowInput(execution_id, "success", *codec.encode(value))
 
 
 class _FakeWaits(Waits):
