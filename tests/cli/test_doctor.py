@@ -35,7 +35,7 @@ CHECKS = (
         "writes",
     ),
     *("clock", "clock skew"),
-    *("partitions", "tokens", "lanes", "lane placement", "workers", "scanners", "indexes"),
+    *("partitions", "tokens", "lanes", "lane placement", "workers", "scanners", "flows", "indexes"),
 )
 
 

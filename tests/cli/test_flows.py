@@ -1,4 +1,4 @@
-"""`flowfabric flows`, and `flow show`, `cancel`, `replay`, `release` and `delete`."""
+"""`flowfabric flows`, and `flow show`, `cancel`, `replay`, `release`, `delete` and `retry`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import pytest
 from flowfabric.core.contracts.flows import AnyOf, FlowGraph, GraphEdge, GraphNode, Quorum
 from flowfabric.core.ids import new_uuid
 from flowfabric.core.text import iso
+from flowfabric.engine.valkey import keys
 from tests.support.command import COMMAND, Cli, Done
 from tests.support.engine import Engine
-from tests.support.flows import TestFlow, graph, submitted
+from tests.support.flows import TestFlow, drained, graph, set_units, submitted
+from tests.support.scanning import break_record, idle
 
 
 def ok(done: Done) -> Done:
@@ -163,6 +165,7 @@ async def test_a_flow_is_found_by_the_start_of_its_id(cli: Cli, engine: Engine) 
     assert second in unclear.err
     missing = await cli("flow", "show", "dead", "--json")
     assert (missing.code, missing.error["code"]) == (1, "flow_not_found")
+    assert "`flowfabric flows` lists flows" in missing.error["hint"]
     unknown = await cli("flow", "show", new_uuid(), "--json")
     assert unknown.error["code"] == "flow_not_found"
     elsewhere = await cli("flow", "show", first, "--namespace", "other", "--json")
@@ -171,6 +174,23 @@ async def test_a_flow_is_found_by_the_start_of_its_id(cli: Cli, engine: Engine) 
         refused = await cli("flow", "show", text)
         assert refused.code == 2
         assert "`flowfabric flows` lists flows" in refused.err
+
+
+async def test_ids_of_members_and_flows_lead_to_each_other(cli: Cli, engine: Engine) -> None:
+    flow = await submitted(engine, "a>b")
+    alone = await engine.create()
+    member = flow.nodes["b"]
+    for text in (str(member), member.compact, member.uuid, member.uuid[:13]):
+        wrong = await cli("flow", "show", text)
+        assert wrong.code in (1, 2)
+        assert "hint: this is an execution of a flow: run " in wrong.err
+        assert f"`flowfabric flow show {flow.flow_id}`" in wrong.err
+    wrong = await cli("flow", "cancel", alone.compact)
+    assert f"without a flow: run `flowfabric show {alone.compact}`" in wrong.err
+    for text in (flow.flow_id, flow.flow_id[:13]):
+        wrong = await cli("show", text, "--json")
+        assert (wrong.code, wrong.error["code"]) == (1, "execution_not_found")
+        assert wrong.error["hint"] == f"this is a flow: run `flowfabric flow show {flow.flow_id}`"
 
 
 async def test_watch_prints_changes_until_the_flow_finishes(cli: Cli, engine: Engine) -> None:
@@ -233,6 +253,52 @@ async def test_cancel_waits_for_every_member(cli: Cli, engine: Engine) -> None:
     assert (again["total_members"], again["pending_members"]) == (302, 0)
 
 
+async def test_cancel_without_waiting_leaves_the_rest_to_the_engine(
+    cli: Cli, engine: Engine
+) -> None:
+    flow = await fan_out(engine, 300)
+    await set_units(engine, 20)
+    try:
+        done = ok(await cli("flow", "cancel", flow.flow_id))
+    finally:
+        await set_units(engine)
+    assert re.fullmatch(
+        rf"{flow.flow_id}  cancelled  .*; the others follow in the background\n", done.out
+    )
+    # Nothing has to wait for the command, which has ended.
+    await idle(engine).scan_once("cancel_reconciler")
+    assert (await flow.snapshot()).members == {"cancelled": 302}
+
+
+@pytest.mark.corrupts
+async def test_cancel_names_the_members_that_it_could_not_cancel(cli: Cli, engine: Engine) -> None:
+    flow = await submitted(engine, "a b c")
+    await break_record(engine, flow.nodes["b"])
+    done = await cli("flow", "cancel", flow.flow_id, "--wait")
+    assert done.code == 1
+    assert "partially_cancelled: 1 member could not be cancelled:" in done.err
+    assert flow.nodes["b"].compact in done.err
+    assert "flowfabric show ID" in done.err
+    done = await cli("flow", "cancel", flow.flow_id, "--wait", "--json")
+    assert (done.code, done.error["code"]) == (1, "partially_cancelled")
+    assert done.error["details"] == [str(flow.nodes["b"])]
+    (told,) = done.objects
+    assert told["outcome"] == "partially_cancelled"
+    assert told["members"]["cancelled"] == 2
+
+
+async def test_cancel_that_takes_too_long_continues(cli: Cli, engine: Engine) -> None:
+    flow = await fan_out(engine, 900)
+    await set_units(engine, 1)
+    try:
+        done = await cli("flow", "cancel", flow.flow_id, "--timeout", "100ms")
+    finally:
+        await set_units(engine)
+    assert done.code == 1
+    assert "timeout: some members did not end within 0.1 s; the flow is cancelled" in done.err
+    assert (await flow.snapshot()).public_flow_state == "cancelled"
+
+
 @pytest.mark.parametrize(
     ("policy", "ends"), [("flow_only", "waiting_children"), ("cancel_pending", "cancelled")]
 )
@@ -289,6 +355,31 @@ async def test_delete_asks_and_refuses_a_flow_that_runs(cli: Cli, engine: Engine
     done = ok(await cli("flow", "delete", flow.flow_id, "--yes"))
     assert done.out == f"{flow.flow_id}  deleted\n"
     assert ok(await cli("flows", "--json")).out == ""
+
+
+@pytest.mark.corrupts
+async def test_what_was_given_up_is_shown_and_tried_again(cli: Cli, engine: Engine) -> None:
+    assert ok(await cli("flow", "retry")).out == "nothing to retry\n"
+    flow = await submitted(engine, "a>b")
+    core = keys.core(flow.tag, flow.nodes["b"])
+    await engine.backend.transport.call("HSET", core, "priority", "high")
+    await flow.end("a")
+    await drained(engine, flow.tag)
+    for _ in range(6):
+        await engine.backend.flows.drain_cascade(flow.nodes["a"].partition)
+    findings: Any = (await cli("doctor", "--json")).objects[0]
+    (found,) = [each for each in findings["checks"] if each["name"] == "flows"]
+    assert found["grade"] == "broken"
+    assert f"1 step given up, such as an edge of flow {flow.flow_id}" in found["detail"]
+    assert "flowfabric flow retry" in found["advice"]
+    again = await cli("flow", "retry", "--json")
+    assert (again.code, again.error["code"]) == (1, "retry_failed")
+    assert again.objects == [{"retried": 1, "failed": 1}]
+    await engine.backend.transport.call("HDEL", core, "priority")
+    for _ in range(2):
+        await engine.backend.flows.drain_cascade(flow.nodes["a"].partition)
+    assert await flow.state("b") == "waiting"
+    assert "nothing is left to do" in (await cli("doctor")).out
 
 
 async def test_show_of_a_member_names_its_flow_and_its_open_upstreams(

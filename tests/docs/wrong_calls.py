@@ -10,6 +10,7 @@ from typing import Any, assert_type
 
 import flowfabric as ff
 from flowfabric import testing
+from flowfabric.core.contracts.flows import CancelFlowOutcome
 from flowfabric.core.contracts.streams import StreamedFrame
 from flowfabric.core.contracts.suspension import PendingWaitpoint
 from flowfabric.core.state import PublicState
@@ -170,9 +171,45 @@ async def flows() -> None:
     flow.map(greet, [1])  # error
     ff.any_of(text, on_satisfied="stop")  # error
     flow.options(afer=[text])  # error
+    flow.options(kind="always")  # error
+    flow.map(greet, text)  # error
+    ff.gather(text)  # error
+    ff.quorum("2", text)  # error
+    ff.any_of([text])  # error
     submitted = await flow.submit()
     assert_type(await submitted.run(text).result(), str)
     assert_type(await submitted.results(), dict[str, Any])
+    assert_type(await submitted.cancel("why", policy="cancel_pending"), CancelFlowOutcome)
+    await submitted.cancel(policy="now")  # error
+    submitted.run(5)  # error
     submitted.result().upper()  # error
     async for change in submitted.watch():
         assert_type(change, ff.NodeChange)
+
+
+async def children(ctx: ff.Context, sync_ctx: ff.SyncContext) -> None:
+    spawned = ctx.spawn()
+    assert_type(spawned.map(greet, ["Ada"]), list[ff.Node[str]])
+    assert_type(spawned.options(key="a").add(count, ["a"]), ff.Node[int])
+    assert_type(await spawned.results(), dict[str, Any])
+    assert_type(sync_ctx.spawn().results(), dict[str, Any])
+    assert_type(ctx.inputs.get("text", str), str | None)
+    assert_type(await greet("Ada"), str)
+    spawned.results()["greet_1"]  # error
+    spawned.add(greet, 1)  # error
+    ctx.inputs.get("text", "str")  # error
+    testing.FakeContext(inputs={"text": "Ada"}, children={"greet_1": "Ada"})
+    testing.FakeContext(inputs=["Ada"])  # error
+
+
+def flows_without_await(sync: ff.SyncFabric) -> None:
+    flow = sync.flow("kind")
+    text = flow.add(greet, "Ada")
+    submitted = flow.submit()
+    assert_type(submitted.run(text).result(timeout=1), str)
+    assert_type(submitted.results(), dict[str, Any])
+    assert_type(sync.get_flow(submitted.id), ff.SyncFlow)
+    for change in submitted.watch():
+        assert_type(change, ff.NodeChange)
+    flow.add(greet, 1)  # error
+    submitted.cancel(policy="now")  # error

@@ -26,6 +26,7 @@ _UUID_LENGTH = 36
 _MIN_START = 4
 _LISTED = 10
 _flow_start = re.compile(rf"[0-9a-f-]{{{_MIN_START},{_UUID_LENGTH}}}").fullmatch
+_FLOWS_HINT = "`flowfabric flows` lists flows; a finished one is deleted a day after its members"
 CONNECT_S = 3.0
 """Shorter than a worker's: a person waits for the answer."""
 
@@ -104,6 +105,12 @@ async def find_execution(backend: Backend, text: str, namespace: str | None = No
     """The execution with this id, this UUID, or an id that only it starts with."""
     try:
         return await lookup.find_execution(backend, lookup.parse_name(text), namespace)
+    except NotFoundError as error:
+        flows = await _flows_named(backend, text, namespace)
+        if len(flows) != 1:
+            raise
+        hint = f"this is a flow: run `flowfabric flow show {flows[0]}`"
+        raise CliError(error.code, error.explanation, hint) from error
     except lookup.AmbiguousId as error:
         raise await _ambiguous(backend, error) from error
     except ValidationError as error:
@@ -118,18 +125,44 @@ async def open_flow(target: Target, text: str) -> AsyncGenerator[tuple[Backend, 
         yield backend, await _find_flow(backend, text, target.namespace)
 
 
+async def _flows_named(backend: Backend, text: str, namespace: str | None) -> list[str]:
+    """Flows whose id is this text or starts with it."""
+    given = _given(text)
+    if _flow_start(given) is None:
+        return []
+    if len(given) < _UUID_LENGTH:
+        return await flows_that_start_with(backend, given, namespace, _LISTED + 1)
+    flow = await backend.flows.describe_flow(given, edge_groups=False)
+    return [given] if flow is not None and namespace in (None, flow.namespace) else []
+
+
+def _given(text: str) -> str:
+    """An id as people copy it."""
+    return text.strip().removesuffix("…").lower()
+
+
+async def _execution_hint(backend: Backend, text: str, namespace: str | None) -> str:
+    """What to run instead if the text names an execution."""
+    try:
+        name = lookup.parse_name(text)
+        execution_id = await lookup.find_execution(backend, name, namespace)
+    except EngineError:
+        return ""
+    flow_id = await backend.flows.resolve_execution_flow_id(execution_id)
+    if flow_id is None:
+        return f"this is an execution without a flow: run `flowfabric show {execution_id.compact}`"
+    return f"this is an execution of a flow: run `flowfabric flow show {flow_id}`"
+
+
 async def _find_flow(backend: Backend, text: str, namespace: str | None) -> str:
     """The flow with this id, or with an id that only it starts with."""
-    given = text.strip().removesuffix("…").lower()
+    given = _given(text)
+    found = await _flows_named(backend, text, namespace)
+    hint = "" if found else await _execution_hint(backend, text, namespace)
     if _flow_start(given) is None:
-        hint = "`flowfabric flows` lists flows and their ids"
+        hint = hint or "`flowfabric flows` lists flows and their ids"
         problem = f"{text!r} is neither a flow id nor its start of at least {_MIN_START} characters"
         raise UsageError("invalid_input", problem, hint)
-    if len(given) == _UUID_LENGTH:
-        flow = await backend.flows.describe_flow(given, edge_groups=False)
-        found = [given] if flow is not None and namespace in (None, flow.namespace) else []
-    else:
-        found = await flows_that_start_with(backend, given, namespace, _LISTED + 1)
     if len(found) > 1:
         lines = "".join(f"\n  {flow_id}" for flow_id in found[:_LISTED])
         more = "\n  …" if len(found) > _LISTED else ""
@@ -138,7 +171,8 @@ async def _find_flow(backend: Backend, text: str, namespace: str | None) -> str:
     if not found:
         where = "" if namespace is None else f" in namespace {namespace}"
         how = "has the id" if len(given) == _UUID_LENGTH else "has an id that starts with"
-        raise NotFoundError("flow_not_found", f"no flow{where} {how} {given!r}")
+        problem = f"no flow{where} {how} {given!r}"
+        raise CliError("flow_not_found", problem, hint or _FLOWS_HINT)
     return found[0]
 
 

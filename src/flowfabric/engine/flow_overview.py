@@ -17,7 +17,7 @@ from flowfabric.core.contracts.flows import (
     FlowState,
 )
 from flowfabric.core.errors import NotFoundError
-from flowfabric.core.ids import ExecutionId
+from flowfabric.core.ids import ExecutionId, PartitionKey
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.flows import FlowFilter
@@ -28,6 +28,23 @@ _PAGES = 10
 """Pages read unless the caller asks for everything."""
 _UPSTREAMS = 20
 _EDGE_ORDER = ("impossible", "pending", "satisfied")
+_UNITS = {
+    "e": "an edge",
+    "s": "a sibling to cancel",
+    "f": "the end",
+    "c": "a member to cancel",
+    "h": "a member to release",
+    "m": "a message between partitions",
+    **dict.fromkeys("rR", "a member to reopen"),
+    **dict.fromkeys("pPw", "a member to replay"),
+}
+"""The steps that the engine may give up on, by their letter."""
+
+
+def describe_unit(unit: str) -> str:
+    """A step that the engine gave up on, for people."""
+    kind, _, rest = unit.partition("|")
+    return f"{_UNITS.get(kind, 'a step')} of flow {rest.partition('|')[0]}"
 
 
 class NewestFlows(msgspec.Struct, frozen=True):
@@ -72,12 +89,19 @@ async def flows_that_start_with(
     backend: Backend, start: str, namespace: str | None, limit: int
 ) -> list[str]:
     """The ids of flows that start with this text; at most `limit`."""
+    tags = await backend.places.used_partitions()
+    partitions = [PartitionKey.trusted(tag).index_number for tag in tags]
+    flows = backend.flows
+    pages = await asyncio.gather(*(flows.flow_ids(each, start, limit) for each in partitions))
+    near = sorted(each for page in pages for each in page if each.startswith(start))
     found: list[str] = []
-    async for page in matching_flows(backend, FlowFilter(namespace=namespace)):
-        found += (row.flow_id for row in page.entries if row.flow_id.startswith(start))
-        if len(found) >= limit:
+    for flow_id in near:
+        flow = await flows.describe_flow(flow_id, edge_groups=False)
+        if flow is not None and namespace in (None, flow.namespace):
+            found.append(flow_id)
+        if len(found) == limit:
             break
-    return found[:limit]
+    return found
 
 
 class FlowDetail(msgspec.Struct, frozen=True, kw_only=True):

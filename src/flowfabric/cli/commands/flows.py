@@ -1,4 +1,4 @@
-"""`flowfabric flows`, and `flow show`, `cancel`, `replay`, `release` and `delete`."""
+"""`flowfabric flows`, and `flow show`, `cancel`, `replay`, `release`, `delete` and `retry`."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ import typer
 from flowfabric.cli import options, session
 from flowfabric.cli.bulk import progress_bar
 from flowfabric.cli.errors import CliError
-from flowfabric.cli.options import Target, flag, value
+from flowfabric.cli.options import Deployment, Target, flag, value
 from flowfabric.cli.views.flows import (
     count_states,
     flow_state,
@@ -21,7 +21,13 @@ from flowfabric.cli.views.flows import (
     print_flows,
 )
 from flowfabric.cli.views.screen import Cell, Screen, print_json, print_result
-from flowfabric.core.contracts.flows import CancellationPolicy, FlowStatus, PartiallyCancelled
+from flowfabric.core.contracts.flows import (
+    CancellationPolicy,
+    CancellationScheduled,
+    FlowStatus,
+    PartiallyCancelled,
+)
+from flowfabric.core.ids import PartitionKey
 from flowfabric.core.text import plural
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.flows import FlowFilter
@@ -29,6 +35,7 @@ from flowfabric.engine.flow_overview import list_newest_flows, read_flow
 
 _REFRESH_S = 0.5
 _WAIT_S = 60.0
+_GRACE_MS = 30_000
 _LISTED = 3
 _STATUSES: tuple[str, ...] = get_args(FlowStatus)
 _POLICIES: tuple[str, ...] = get_args(CancellationPolicy)
@@ -140,16 +147,22 @@ async def _cancel(
         bool, flag("--wait", "Return when every member that the policy reaches has ended.")
     ] = False,
     timeout: Annotated[
-        float | None, options.duration("How long --wait waits. Default: 1m.", "1s", "1h")
+        float | None, options.duration("Wait at most this long. Default: 1m.", "100ms", "1h")
     ] = None,
 ) -> None:
     """Cancel a flow and its members.
 
-    Without --wait, the engine cancels the members of a large flow in the background. A repeat with
-    a stronger policy reaches more members. If --wait times out, cancelling continues.
+    Without --wait or --timeout, the engine cancels the members of a large flow in the background. A
+    repeat with a stronger policy reaches more members. If the time is over, cancelling continues.
+    Exits with status 1 then, and if members could not be cancelled.
     """
+    wait = wait or timeout is not None
     async with session.open_flow(target, id_) as (backend, flow_id):
-        outcome = await backend.flows.cancel_flow(flow_id, reason, cancellation_policy=policy)
+        # This process ends at once: scanners need not wait for it.
+        grace_ms = _GRACE_MS if wait else 0
+        outcome = await backend.flows.cancel_flow(
+            flow_id, reason, cancellation_policy=policy, grace_ms=grace_ms
+        )
         if wait:
             await _drain(backend, flow_id, timeout or _WAIT_S)
             # The repeat also names the members that could not be cancelled.
@@ -161,7 +174,10 @@ async def _cancel(
     fields: dict[str, object] = {"flow_id": flow_id, "outcome": outcome.kind, "members": members}
     fields |= msgspec.structs.asdict(outcome)
     head: list[Cell] = [f"{flow_id}  ", ("cancelled", "bright_black")]
-    print_result(fields, *head, f"  {count_states(members)}", as_json=target.as_json)
+    text = f"  {count_states(members)}"
+    if isinstance(outcome, CancellationScheduled):
+        text += "; the others follow in the background"
+    print_result(fields, *head, text, as_json=target.as_json)
     if isinstance(outcome, PartiallyCancelled):
         failed = outcome.failed_member_execution_ids
         listed = "".join(f"\n  {each.compact}" for each in failed[:_LISTED])
@@ -170,7 +186,7 @@ async def _cancel(
             "partially_cancelled",
             f"{plural(len(failed), 'member')} could not be cancelled:{listed}{more}",
             "the engine keeps trying; `flowfabric show ID` of a member says what is wrong with it",
-            *failed,
+            *map(str, failed),
         )
 
 
@@ -227,7 +243,7 @@ async def _release(target: Target, id_: options.FlowId) -> None:
 async def _delete(target: Target, id_: options.FlowId, *, yes: options.Yes = False) -> None:
     """Delete a finished or cancelled flow with all its members.
 
-    Otherwise it is deleted when its retention is over.
+    Its subflows follow in the background. Otherwise it is deleted when its retention is over.
     """
     async with session.open_flow(target, id_) as (backend, flow_id):
         flow = await backend.flows.describe_flow(flow_id, edge_groups=False)
@@ -243,11 +259,38 @@ async def _delete(target: Target, id_: options.FlowId, *, yes: options.Yes = Fal
     print_result(fields, f"{flow_id}  ", "deleted", as_json=target.as_json)
 
 
+async def _retry(target: Deployment) -> None:
+    """Try again what the engine gave up on.
+
+    A step that fails six times because a record is damaged is set aside; `flowfabric doctor` shows
+    it. Repair the record first. Exits with status 1 if a step fails again.
+    """
+    async with session.open_backend(target) as backend:
+        tags = await backend.places.used_partitions()
+        before = await backend.upkeep.flow_backlog(tags)
+        for tag in tags if before.parked else ():
+            partition, parked = PartitionKey.trusted(tag).index_number, True
+            while (await backend.flows.drain_cascade(partition, parked=parked)).pending:
+                parked = False
+        after = await backend.upkeep.flow_backlog(tags)
+    failed = after.queued.get("cascade_failed", 0) + len(after.parked)
+    fields = {"retried": len(before.parked), "failed": failed}
+    text = f"retried {plural(len(before.parked), 'step')}" if before.parked else "nothing to retry"
+    print_result(fields, text, as_json=target.as_json)
+    if failed:
+        raise CliError(
+            "retry_failed",
+            f"{plural(failed, 'step')} failed again",
+            "the engine tries five more times; `flowfabric doctor` then shows what is wrong",
+        )
+
+
 flow = {
     "show": _show,
     "cancel": _cancel,
     "replay": _replay,
     "release": _release,
     "delete": _delete,
+    "retry": _retry,
 }
 """The commands of `flowfabric flow`."""

@@ -53,6 +53,15 @@ class DependencyAudit(NamedTuple):
     """Where the next look at its edges continues; `0` after the last."""
 
 
+class FlowBacklog(msgspec.Struct, frozen=True):
+    """What calls left to do for flows."""
+
+    queued: dict[str, int]
+    """The number of entries of each queue that has some."""
+    parked: dict[str, str]
+    """What the engine gave up on, with the reason."""
+
+
 class SurveyRequest(msgspec.Struct, frozen=True):
     """A partition to survey, its lanes, and the indexes that the last survey found there."""
 
@@ -128,6 +137,10 @@ class Upkeep(Concern, Protocol):
 
     async def parked_units(self, tag: str) -> dict[str, str]:
         """What the engine gave up on in a partition, with the reason: an operator must look."""
+        ...
+
+    async def flow_backlog(self, tags: Sequence[str]) -> FlowBacklog:
+        """How much is left to do for the flows of these partitions."""
         ...
 
     async def sibling_groups(self, tag: str, limit: int) -> list[str]:

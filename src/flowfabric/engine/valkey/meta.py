@@ -16,6 +16,7 @@ from flowfabric.engine.api import meta as api
 from flowfabric.engine.api.backend import Backend, supported
 from flowfabric.engine.api.meta import Finding, Grade, broken, ok, warning
 from flowfabric.engine.api.upkeep import ALL_EXECUTIONS, Index
+from flowfabric.engine.flow_overview import describe_unit
 from flowfabric.engine.valkey import boot, health, keys
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.library import LIBRARY_VERSION, library_fits, read_library
@@ -136,6 +137,7 @@ async def check_deployment(
         _collisions(backend, lanes),
         await _workers(backend, transport, lanes, namespace),
         await _scanners(backend),
+        await _flows(backend),
         await _indexes(backend),
     ]
 
@@ -245,6 +247,19 @@ async def _scanners(backend: Backend) -> Finding:
     detail = "none run: expired leases, retries and deadlines are not handled"
     advice = "run a worker without --no-scanners"
     return warning("scanners", detail, advice)
+
+
+async def _flows(backend: Backend) -> Finding:
+    backlog = await backend.upkeep.flow_backlog(await backend.places.used_partitions())
+    queued = ", ".join(f"{count:,} in {name}" for name, count in sorted(backlog.queued.items()))
+    detail = f"left to do: {queued}" if queued else "nothing is left to do"
+    if not backlog.parked:
+        return ok("flows", detail)
+    unit, why = min(backlog.parked.items())
+    count = plural(len(backlog.parked), "step")
+    detail = f"{detail}; {count} given up, such as {describe_unit(unit)}: {why}"
+    advice = "repair or delete the record, then run `flowfabric flow retry`"
+    return broken("flows", detail, advice)
 
 
 async def _indexes(backend: Backend) -> Finding:

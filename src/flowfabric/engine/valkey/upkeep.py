@@ -1,6 +1,7 @@
 """What scanners call: due timers, lapsed leases, retention, index repair; and who runs them."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
@@ -31,6 +32,14 @@ _UNUSED_MS = 60_000
 # Leaders acquire their lease again every minute, which lists them again.
 _LISTED_MS = 300_000
 _NO_COUNTS = b"\x80"
+_PARKED = "cascade_poison"
+_FLOW_QUEUES = {
+    **dict.fromkeys(("cascade_backlog", "cancel_backlog", "release_backlog"), "ZCARD"),
+    **dict.fromkeys(("reopen_backlog", "replay_backlog", "cascade_failed"), "HLEN"),
+    "subflow_outbox": "HLEN",
+    "pending_cancel_groups": "SCARD",
+}
+"""What calls leave to do for flows, and the command that counts it."""
 
 
 P = TypeVar("P", bound=tuple[Any, ...])
@@ -259,9 +268,22 @@ class ValkeyUpkeep(api.Upkeep):
         return found
 
     async def parked_units(self, tag: str) -> dict[str, str]:
-        key = keys.index(self._calls.checked_tag(tag), "cascade_poison")
+        key = keys.index(self._calls.checked_tag(tag), _PARKED)
         flat = await self._calls.read(key, "HGETALL", key)
         return {shown(lossless(unit)): shown(lossless(why)) for unit, why in flat.items()}
+
+    async def flow_backlog(self, tags: Sequence[str]) -> api.FlowBacklog:
+        places = [(tag, name) for tag in tags for name in (*_FLOW_QUEUES, _PARKED)]
+        queued: Counter[str] = Counter()
+        parked: dict[str, str] = {}
+        if not await self.any_exists([api.Index(tag, name) for tag, name in places]):
+            return api.FlowBacklog({}, parked)
+        for tag in tags:
+            for name, command in _FLOW_QUEUES.items():
+                key = keys.index(tag, name)
+                queued[name] += await self._calls.read(key, command, key)
+            parked |= await self.parked_units(tag)
+        return api.FlowBacklog({name: count for name, count in queued.items() if count}, parked)
 
     async def sibling_groups(self, tag: str, limit: int) -> list[str]:
         key = keys.index(self._calls.checked_tag(tag), "pending_cancel_groups")
