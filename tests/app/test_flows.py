@@ -404,9 +404,10 @@ async def test_flows_that_cannot_be_submitted(app: ff.Fabric) -> None:
     for use in (lambda: f"{node}", lambda: bool(node)):
         with pytest.raises(TypeError, match="no value before its flow runs"):
             use()
-    for submit in (app.submit, lambda task, n: task.submit(n)):
+    value = cast("Any", node)
+    for submitting in (app.submit(double, value), double.submit(value)):
         with pytest.raises(ValidationError, match="a node has no value before its flow runs"):
-            await submit(double, node)
+            await submitting
     submitted = await flow.submit()
     with pytest.raises(ValidationError, match=r"flow: was submitted\. Build another one"):
         flow.add(double, 2)
