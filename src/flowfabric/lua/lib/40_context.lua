@@ -4,7 +4,12 @@ Context.__index = Context
 
 -- `joined` is for calls that may handle several executions.
 function Context.open(tag, joined)
-  local self = setmetatable({ tag = tag, now = clock.now(), joined = joined, lanes = {} }, Context)
+  -- Room for what calls add, most of all those that end members of flows.
+  local self = setmetatable({
+    tag = tag, now = clock.now(), joined = joined, lanes = {}, queued = nil, open_commands = nil,
+    released = nil, rung = nil, rings_later = nil, kept = nil, at_hand = nil, flows = nil,
+    tally = nil, units = nil, counts = nil, work = nil,
+  }, Context)
   if joined then self.queued, self.open_commands, self.released = {}, {}, {} end
   return self
 end

@@ -194,28 +194,36 @@ function flow.release(c, flow_id)
   return false, released
 end
 
--- What the call changed in a flow so far; `settle` writes it.
+-- By how much the call changed counters of a flow so far; `settle` writes it.
 function flow.tally(c, flow_id)
   c.tally = c.tally or {}
-  local tally = c.tally[flow_id] or { live = 0, kept = 0, states = {}, trimmed = {} }
-  c.tally[flow_id] = tally
+  local tally = c.tally[flow_id]
+  if not tally then
+    tally = {}
+    c.tally[flow_id] = tally
+  end
   return tally
 end
 
+-- The counter of members in a state.
+local counter = values.memo(function(code) return 'members_' .. S.public(code) end)
+
+local function add(tally, name, by) tally[name] = (tally[name] or 0) + by end
+
 -- Notes a member's change of state (nil: it joined); `settle` writes it at the end of the call.
 function flow.count(c, flow_id, before, after)
-  local old, new = before and S.public(before), S.public(after)
+  local old, new = before and counter(before), counter(after)
   if old == new then return end
   local tally = flow.tally(c, flow_id)
-  local states = tally.states
+  local live = S.is_terminal(after) and 0 or 1
   if old then
-    states[old] = (states[old] or 0) - 1
-    if not S.is_terminal(before) then tally.live = tally.live - 1 end
+    add(tally, old, -1)
+    if not S.is_terminal(before) then live = live - 1 end
   else
-    tally.kept = tally.kept + 1
+    add(tally, 'kept', 1)
   end
-  states[new] = (states[new] or 0) + 1
-  if not S.is_terminal(after) then tally.live = tally.live + 1 end
+  add(tally, new, 1)
+  if live ~= 0 then add(tally, 'live', live) end
 end
 
 local function finish(c, flow_id, f)
@@ -229,34 +237,30 @@ end
 function flow.count_trimmed(c, flow_id, state)
   local f = flow.read(c, flow_id)
   if not f or f.deleting then return end
-  local tally, name = flow.tally(c, flow_id), S.public(state)
-  tally.trimmed[name] = (tally.trimmed[name] or 0) + 1
-  tally.kept = tally.kept - 1
+  local tally = flow.tally(c, flow_id)
+  add(tally, 'trimmed_' .. S.public(state), 1)
+  add(tally, 'kept', -1)
 end
+
+local GROWING = { 'node_count', 'edge_count', 'graph_revision' }
 
 -- The changes of one flow, as name, value pairs; the record is read, so they are absolute.
 local function changes(c, f, tally, grown)
-  local fields = {}
+  local fields, at = {}, 0
   local function set(name, value)
     f[name] = values.text(value)
-    fields[#fields + 1] = name
-    fields[#fields + 1] = f[name]
-  end
-  local function add(name, by)
-    if by ~= 0 then set(name, flow.number(f, name) + by) end
+    fields[at + 1], fields[at + 2] = name, f[name]
+    at = at + 2
   end
   if tally then
-    for state, by in pairs(tally.states) do add('members_' .. state, by) end
-    for state, by in pairs(tally.trimmed) do add('trimmed_' .. state, by) end
+    for name, by in pairs(tally) do
+      if by ~= 0 then set(name, flow.number(f, name) + by) end
+    end
     -- By this an audit in several calls sees that the flow went on.
-    add('changes', 1)
-    add('kept', tally.kept)
-    add('live', tally.live)
+    set('changes', flow.number(f, 'changes') + 1)
   end
   if grown then
-    for _, name in ipairs({ 'node_count', 'edge_count', 'graph_revision' }) do
-      set(name, flow.number(f, name))
-    end
+    for _, name in ipairs(GROWING) do set(name, f[name]) end
     set('last_mutation_at', c.now)
   end
   return fields

@@ -17,8 +17,8 @@ end
 
 -- The counters of the flow are written once per call, by `settle`.
 local function grow(c, flow_id, f, name)
-  f[name] = values.text(flow.number(f, name) + 1)
-  f.graph_revision = values.text(flow.number(f, 'graph_revision') + 1)
+  f[name] = f[name] + 1
+  f.graph_revision = f.graph_revision + 1
   c.grown = c.grown or {}
   c.grown[flow_id] = true
 end

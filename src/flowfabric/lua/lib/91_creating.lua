@@ -168,8 +168,10 @@ end
 local function specify(c, rec, lane, namespace, encoding, opts, policy)
   local fields = { unpack(plain_fields(encoding)) }
   local function set(name, value)
+    if not value or value == '' then return end
     rec[name] = value
-    values.add(fields, name, value)
+    fields[#fields + 1] = name
+    fields[#fields + 1] = value
   end
   if lane ~= 'default' then set('lane_id', lane) end
   if namespace ~= 'default' then set('namespace', namespace) end

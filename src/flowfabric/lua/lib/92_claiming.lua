@@ -380,13 +380,15 @@ end
 local function take_kept(c, want, rows)
   local kept, tag, lane = c.kept, c.tag, want.lane
   if not kept or #kept == 0 then return false end
-  if server.call('EXISTS', K.lane(tag, lane, 'sigs'), K.reclaimable(tag, lane),
-      K.lane(tag, lane, 'config')) > 0 then
+  -- Usually none of these exists, and one command tells it.
+  local found = server.call('EXISTS', K.eligible(tag, lane), K.reclaimable(tag, lane),
+    K.lane(tag, lane, 'sigs'), K.lane(tag, lane, 'config'))
+  local best = found == 1 and server.call('ZRANGE', K.eligible(tag, lane), 0, 0, 'WITHSCORES') or NONE
+  if found > #best / 2 then
     claiming.give_kept(c)
     return false
   end
   want.plain, c.lanes[lane] = true, Context.DEFAULTS
-  local best = server.call('ZRANGE', K.eligible(tag, lane), 0, 0, 'WITHSCORES')
   for _, id in ipairs(kept) do
     local rec = c.at_hand[id]
     if rec.state == S.NEW and want.bytes < MAX_BYTES
@@ -414,7 +416,6 @@ function claiming.many(c, want)
     claiming.give_kept(c)
     return replayed(c, want), c:holds_work(want.lane) and 1 or 0
   end
-  want.most_looked, want.bytes = MAX_LOOKED, 0
   local rows, left, crowded, stuck = {}, 0, NONE, NONE
   if not take_kept(c, want, rows) then
     if want.plain == nil then want.plain = is_plain(c, want, offered) end
@@ -449,5 +450,7 @@ function claiming.wanted(args, first)
     lane = args[first], worker = args[first + 1], capabilities = args[first + 2],
     ttl = tonumber(args[first + 3]), max = tonumber(args[first + 4]),
     lease_prefix = args[first + 5], attempt_prefix = args[first + 6],
+    most_looked = MAX_LOOKED, bytes = 0, plain = nil, suffix = nil, awake = nil, unknown = nil,
+    covered = nil, rest = nil,
   }
 end
