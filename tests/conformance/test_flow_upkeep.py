@@ -23,6 +23,7 @@ from tests.support.engine import Engine, refused
 from tests.support.flows import TestFlow, graph, submitted
 
 DAY = 86_400_000
+FIRST = AnyOf("let_run")
 
 
 async def only_edge(flow: TestFlow, key: str) -> str:
@@ -149,6 +150,23 @@ async def test_a_rerun_waits_for_every_reopened_upstream(engine: Engine) -> None
     assert await flow.state("d") == "waiting_children"
     await flow.end("b")
     assert await flow.claim() == ["d"]
+
+
+async def test_a_rerun_starts_nobody_before_its_upstreams(engine: Engine) -> None:
+    """What an upstream that runs again decided before counts for nobody."""
+    flow = await submitted(engine, "r>a>d r>b>d other>e a>e", {"d": FIRST, "e": FIRST})
+    for key in ("other", *"rabde"):
+        await flow.end(key)
+    await engine.backend.executions.replay_execution(
+        flow.nodes["r"], reopen_downstream=True, include_completed=True
+    )
+    assert await flow.state("d") == "waiting_children"
+    # The end of an upstream that does not run again still counts.
+    assert await flow.state("e") == "waiting"
+    flow.claims.clear()
+    await flow.end("r")
+    await flow.end("b")
+    assert "d" in await flow.claim()
 
 
 async def test_a_quorum_is_replayed(engine: Engine) -> None:

@@ -159,6 +159,14 @@ function flow.unblocked(c, id, rec)
   return S.eligible(attempt)
 end
 
+-- Makes a member that could run wait for its dependencies.
+function flow.block(c, id, rec)
+  waiting.leave(c, id, rec)
+  record.transition(c, id, rec, S.waiting_children(S.attempt(rec.state)),
+    'last_transition_at', c.now)
+  waiting.enter(c, id, rec)
+end
+
 -- Moves a member that nothing blocks any more to where it belongs now; `...` are further fields.
 function flow.move_on(c, id, rec, ...)
   local state, detail = flow.unblocked(c, id, rec)

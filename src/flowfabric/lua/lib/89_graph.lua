@@ -110,10 +110,7 @@ function graph.apply(c, flow_id, f, id, rec, edge_id, e)
   record.set(c, id, rec, 'deps', edges.group_text(g))
   if e.input ~= '' then record.set(c, id, rec, 'named', '1') end
   if S.is_runnable(rec.state) and reopened and not S.is_blocked_by_dependencies(rec.state) then
-    waiting.leave(c, id, rec)
-    record.transition(c, id, rec, S.waiting_children(S.attempt(rec.state)),
-      'last_transition_at', c.now)
-    waiting.enter(c, id, rec)
+    flow.block(c, id, rec)
   end
   local resolution = graph.resolve_ended(c, flow_id, edge_id, id, e.upstream)
   local after = resolution and record.read(c, id) or rec

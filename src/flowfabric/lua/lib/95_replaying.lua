@@ -140,18 +140,28 @@ end
 
 local HOW = { reason = 'upstream replayed', requested_by = '' }
 
+-- Has a child that another upstream reopened before wait for the new run of this one, too.
+local function reopen_more(c, id, rec, upstream)
+  local blocked = S.is_blocked_by_dependencies(rec.state)
+  if rec.subflow_open or not blocked and edges.group(id, rec).state ~= 's' then return end
+  local g, opened = open_edges(c, id, rec, upstream)
+  if #opened == 0 then return end
+  g.state = edges.verdict(c, id, rec, g) or 'p'
+  record.set(c, id, rec, 'deps', edges.group_text(g))
+  if g.state == 'p' and not blocked then flow.block(c, id, rec) end
+end
+
 -- Reopens one child of a member that runs again, if it has ended; returns its record then.
 local function reopen_child(c, id, upstream, all)
   local rec = record.checked(c, id)
-  if rec and S.is_blocked_by_dependencies(rec.state) and not rec.subflow_open then
-    -- Another upstream reopened it before: it waits for the new run of this one, too.
-    local g, opened = open_edges(c, id, rec, upstream)
-    if #opened > 0 then record.set(c, id, rec, 'deps', edges.group_text(g)) end
+  if not rec then return nil end
+  if not S.is_terminal(rec.state) then
+    if S.is_blocked_by_dependencies(rec.state) or S.awaits_replay(rec.state) then
+      reopen_more(c, id, rec, upstream)
+    end
     return nil
   end
-  if not rec or not S.is_terminal(rec.state) or not (all or S.is_skipped(rec.state)) then
-    return nil
-  end
+  if not (all or S.is_skipped(rec.state)) then return nil end
   if replaying.problem(c, id, rec) then return nil end
   replaying.run_again(c, id, rec, HOW, upstream)
   return rec
