@@ -30,11 +30,12 @@ class Recount:
         self._completions: dict[str, int] = {}
         self.states: dict[str, str] = {}
         self.joins: dict[str, JoinSnapshot] = {}
+        self.policy: str | None = None
 
-    async def look(self, staged: int = 0) -> None:
+    async def look(self, staged: int | None = None) -> None:
         """Fail where a counter, a state, an index or the feed disagrees with the members.
 
-        `staged`: how many edges exist that do not count yet.
+        `staged`: how many edges exist that do not count yet, if the caller knows.
         """
         flows = self.backend.flows
         snapshot, page, listed, audit = await asyncio.gather(
@@ -45,6 +46,7 @@ class Recount:
         )
         assert snapshot is not None
         assert audit == FlowAudit("consistent")
+        self.policy = snapshot.cancellation_policy
         self.states = {member.node: member.public_state.value for member in page.entries}
         self.joins = {member.node: member.join for member in page.entries if member.join}
         counts: dict[str, int] = {}
@@ -61,7 +63,7 @@ class Recount:
         await self._same_indexes(ids)
         await self._same_feed(ids)
 
-    def _same_edges(self, members: Any, edges: Any, staged: int) -> None:
+    def _same_edges(self, members: Any, edges: Any, staged: int | None) -> None:
         applied = 0
         for member in members:
             mine = [e for e in edges if e.downstream_execution_id == member.execution_id]
@@ -76,7 +78,7 @@ class Recount:
             assert join.failed_count + join.skipped_count == bad
             assert join.running_count == join.total_deps - good - bad
             check_decision(join)
-        assert applied == len(edges) - staged
+        assert staged is None or applied == len(edges) - staged
 
     async def _same_indexes(self, ids: list[ExecutionId]) -> None:
         verdicts = await self.backend.upkeep.reconcile_execution_index(self.tag, ids, "check")
@@ -111,6 +113,8 @@ class Recount:
         for key, state in self.states.items():
             if state == "waiting_children":
                 assert self.joins[key].group_state == "pending", key
+        if self.policy == "cancel_all":
+            assert set(self.states.values()) <= ENDED
         audited = await self.backend.upkeep.audit_dependencies(
             self.tag,
             [(member.execution_id, "0") for member in await self._blocked()],

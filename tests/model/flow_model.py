@@ -27,6 +27,8 @@ class Member:
     state: str = "waiting"
     group: str = "pending"
     runs: int = 0
+    replayed: bool = False
+    """Whether the current run has not begun."""
     retries: int = 0
     held: bool = False
     paused: bool = False
@@ -241,10 +243,10 @@ class FlowModel:
 
     # --- workers --------------------------------------------------------------------------
 
-    def claim(self) -> set[str]:
-        """Everything that can run is running now."""
+    def claim(self, keys: Iterable[str] | None = None) -> set[str]:
+        """What can run is running now; only these members, if they are given."""
         taken = set[str]()
-        for member in self.members.values():
+        for member in [self.members[key] for key in keys or self.members]:
             resumed = member.state == "waiting" and self.drains(member)
             if not (member.state == "waiting" and not member.held) and not member.revoked:
                 continue
@@ -252,7 +254,7 @@ class FlowModel:
                 self.end(member.key, "cancelled")
                 continue
             member.state = "active"
-            member.paused = member.revoked = False
+            member.paused = member.revoked = member.replayed = False
             taken.add(member.key)
         return taken
 
@@ -350,7 +352,7 @@ class FlowModel:
 
     def _run_again(self, member: Member, upstream: str = "") -> None:
         waits = self.counted(member.key)[0] > 0 and (upstream or member.state == "skipped")
-        member.runs += 1
+        member.runs, member.replayed = member.runs + 1, True
         member.retries = member.delay_until = 0
         member.deadline = None
         if not waits:
@@ -373,9 +375,12 @@ class FlowModel:
             upstream = work.popleft()
             for edge in self.outbound(upstream):
                 child = self.members[edge.to]
-                if child.state == "waiting_children":
+                reopened = child.replayed and child.group == "satisfied" and not child.ended
+                if child.state == "waiting_children" or reopened:
                     if list(self._open(child.key, upstream, impossible=False)):
-                        child.group = "pending"
+                        child.group = self.verdict(child.key) or "pending"
+                    if child.group == "pending":
+                        child.state, child.held = "waiting_children", False
                 elif child.ended and (everything or child.state == "skipped"):
                     if self._replay_problem(child):
                         continue

@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from tests.model.flow_lives import FlowLives
+from tests.model.flow_lives import FlowLives, Unfinished
 from tests.model.running import SHRINK, live
 from tests.support.server import TestServer
 
@@ -19,11 +19,17 @@ STEPS = int(os.environ.get("FF_MODEL_STEPS", "25"))
 
 
 @pytest.mark.timeout(180 if EXAMPLES <= 100 and not SHRINK else 0)
-def test_a_flow_lives_like_the_model(valkey: TestServer, request: pytest.FixtureRequest) -> None:
-    live(FlowLives, valkey.url, request, examples=EXAMPLES, steps=STEPS)
+@pytest.mark.parametrize("machine", [FlowLives, Unfinished])
+def test_a_flow_lives_like_the_model(
+    valkey: TestServer, request: pytest.FixtureRequest, machine: type[FlowLives]
+) -> None:
+    live(machine, valkey.url, request, examples=EXAMPLES, steps=STEPS)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(0)
-def test_many_flows_live_like_the_model(valkey: TestServer, request: pytest.FixtureRequest) -> None:
-    live(FlowLives, valkey.url, request, examples=500, steps=40)
+@pytest.mark.parametrize("machine", [FlowLives, Unfinished])
+def test_many_flows_live_like_the_model(
+    valkey: TestServer, request: pytest.FixtureRequest, machine: type[FlowLives]
+) -> None:
+    live(machine, valkey.url, request, examples=400, steps=40)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from flowfabric.core.contracts.flows import Quorum
-from flowfabric.engine.api.executions import Completion
 from tests.conformance import (
     test_flow_acceptance,
     test_flow_cancel_rules,
@@ -13,9 +11,15 @@ from tests.conformance import (
     test_flow_siblings,
     test_flow_upkeep,
 )
-from tests.support.engine import Engine, refused
-from tests.support.flows import set_units, submitted, without_followups
+from tests.support.engine import Engine
+from tests.support.flows import without_followups
 from tests.valkey import test_flow_faults, test_flow_races, test_join_algebra
+from tests.valkey.flow_scenarios import (
+    counts_an_edge_once,
+    finishes_once,
+    goes_on_after_completing_and_claiming,
+    staged_edges_count_nothing,
+)
 from tests.valkey.mutants import CLAIMING, Scenario
 
 FLOW = "lib/83_flow.lua"
@@ -46,49 +50,6 @@ def alone(scenario: Scenario) -> Scenario:
         await scenario(engine)
 
     return run
-
-
-async def finishes_once(engine: Engine) -> None:
-    """A member that is deleted later does not finish the flow again."""
-    flow = await submitted(engine, "a b")
-    await flow.end("a")
-    await flow.end("b")
-    finished = (await flow.snapshot()).finished_at
-    await engine.advance(2 * test_flow_upkeep.DAY)
-    await test_flow_upkeep.trim(engine, flow, "a")
-    assert (await flow.snapshot()).finished_at == finished
-
-
-async def staged_edges_count_nothing(engine: Engine) -> None:
-    """The end of an upstream decides no edge that nobody applied."""
-    flow = await submitted(engine, "a b")
-    await engine.backend.flows.stage_dependency_edge(flow.flow_id, flow.nodes["a"], flow.nodes["b"])
-    await flow.end("a", "failed")
-    (edge,) = await engine.backend.flows.list_incoming_edges(flow.nodes["b"])
-    await refused(
-        engine.backend.flows.resolve_dependency(flow.flow_id, edge.edge_id, "failed"),
-        "invalid_dependency",
-    )
-    assert (await flow.snapshot()).edge_groups == ()
-
-
-async def goes_on_after_completing_and_claiming(engine: Engine) -> None:
-    await set_units(engine, 1)
-    flow = await submitted(engine, "a>b a>c")
-    await flow.claim()
-    items = [Completion(flow.claims["a"].handle)]
-    await engine.backend.claims.complete_and_claim(flow.tag, items, engine.want(), 1)
-    assert flow.tag in engine.backend.drains._tasks
-    await set_units(engine)
-
-
-async def counts_an_edge_once(engine: Engine) -> None:
-    flow = await submitted(engine, "a>z b>z", {"z": Quorum(2, "let_run")})
-    await flow.end("a")
-    await engine.backend.executions.replay_execution(flow.nodes["a"])
-    flow.claims.clear()
-    await flow.end("a")
-    assert await flow.state("z") == "waiting_children"
 
 
 MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
@@ -484,6 +445,13 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "local wanted = strict and ended or lost(c, id, rec, ended)",
         "local wanted = lost(c, id, rec, ended)",
         test_flow_growth.test_a_skipped_member_waits_for_a_new_run_of_its_upstream,
+    ),
+    (
+        "nobody runs before its reopened upstreams",
+        REPLAYING,
+        "if g.state == 'p' and not blocked then flow.block(c, id, rec) end",
+        "",
+        test_flow_upkeep.test_a_rerun_starts_nobody_before_its_upstreams,
     ),
     (
         "a replay keeps what others decided",

@@ -10,6 +10,12 @@ from __future__ import annotations
 import pytest
 
 from tests.support.engine import Engine
+from tests.valkey.flow_scenarios import (
+    counts_an_edge_once,
+    finishes_once,
+    goes_on_after_completing_and_claiming,
+    staged_edges_count_nothing,
+)
 from tests.valkey.mutants import (
     MUTANTS,
     Scenario,
@@ -18,12 +24,6 @@ from tests.valkey.mutants import (
     trims_nothing_early,
 )
 from tests.valkey.mutants_flows import MUTANTS as FLOWS
-from tests.valkey.mutants_flows import (
-    counts_an_edge_once,
-    finishes_once,
-    goes_on_after_completing_and_claiming,
-    staged_edges_count_nothing,
-)
 from tests.valkey.mutants_repeats import MUTANTS as REPEATS
 from tests.valkey.mutants_repeats import repeats_a_revocation, repeats_an_override
 from tests.valkey.mutants_tasks import MUTANTS as TASKS
