@@ -58,8 +58,9 @@ register('ff_complete', function(keys, args)
   want.awake = true
   local ok, rows, left, unknown = pcall(claiming.many, c, want)
   if not ok then left = claiming.give_kept(c) end
+  -- The end of a flow may release members of the flow that it belongs to: they are for all workers.
+  c.kept, c.rings_later = nil, nil
   c:close()
-  c.rings_later = nil
   for _, bell in pairs(released) do
     if left > 0 or bell.lane ~= want.lane then c:ring(bell.lane, bell.task) end
   end
