@@ -155,9 +155,12 @@ async def test_flow_only_leaves_members_alone(engine: Engine) -> None:
     assert (snapshot.public_flow_state, snapshot.derived_state) == ("cancelled", "completed")
 
 
-async def test_an_unknown_policy_is_stored_and_means_flow_only(engine: Engine) -> None:
+async def test_an_unknown_policy_is_stored_and_means_flow_only(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     flow = await submitted(engine, "a")
     outcome = await cancel(flow, "cancel_flow_only")
+    assert "'cancel_flow_only' is no policy" in caplog.text
     assert outcome.cancellation_policy == "cancel_flow_only"
     assert await flow.claim() == ["a"]
 

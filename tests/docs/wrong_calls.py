@@ -176,6 +176,8 @@ async def flows() -> None:
     ff.gather(text)  # error
     ff.quorum("2", text)  # error
     ff.any_of([text])  # error
+    assert_type(flow.subflow(app.flow("inner"), after=[text]), ff.Node[Any])
+    flow.subflow("inner")  # error
     submitted = await flow.submit()
     assert_type(await submitted.run(text).result(), str)
     assert_type(await submitted.results(), dict[str, Any])

@@ -23,6 +23,7 @@ from flowfabric.core.contracts.flows import (
     CancellationPolicy,
     FlowGraph,
     FlowMember,
+    FlowReplayed,
     FlowSnapshot,
 )
 from flowfabric.core.durations import Duration
@@ -176,6 +177,14 @@ class Flow:
         client = await self._app.client()
         return await client.cancel_flow(self.id, reason, cancellation_policy=policy)
 
+    async def replay(self, *, cancelled: bool = False) -> FlowReplayed:
+        """Rerun the nodes that failed or expired; what was skipped after them waits again.
+
+        `cancelled=True` reruns cancelled nodes, too. A cancelled flow cannot be replayed.
+        """
+        client = await self._app.client()
+        return await client.replay_flow(self.id, failed_only=not cancelled)
+
     async def graph(self) -> GraphView:
         """All nodes with their states, and all edges."""
         return await self._view(await self._app.client())
@@ -319,7 +328,9 @@ class _Builder(Nodes):
         self._tags = dict(tags or {})
         self._namespace = app.namespace if namespace is None else validate_namespace(namespace)
         self.id = new_uuid() if flow_id is None else validate_uuid(flow_id, "flow_id")
-        """The id that the flow will have."""
+        """The id that the flow will have; that of a subflow is known when it is submitted."""
+        self._subflows: dict[str, _Builder] = {}
+        self._is_subflow = False
 
     def options(self, **options: Unpack[NodeOptions]) -> Nodes:
         """Adds nodes with a key, or after others whose results they do not take.
@@ -328,28 +339,55 @@ class _Builder(Nodes):
         """
         return Nodes(self._graph, checked_options(options))
 
-    async def _submit(self, app: "Fabric") -> Flow:
+    def subflow(self, flow: "_Builder", **options: Unpack[NodeOptions]) -> Node[Any]:
+        """Adds a node that runs another flow and has its result; takes what `options` takes.
+
+        The other flow is submitted with this one and starts when the nodes in `after` have ended.
+        It has its own nodes: it takes none of this flow as arguments.
+
+        >>> report = app.flow("report")
+        >>> report.add(summarize, "2026")
+        >>> flow.add(publish, flow.subflow(report, after=[imported]))
+        """
+        if not isinstance(flow, _Builder) or flow is self:
+            raise invalid_input("flow", "must be another flow that is being built")
+        if flow._is_subflow or flow._graph.submitted:  # noqa: SLF001 - its own kind
+            raise invalid_input("flow", "was submitted, or belongs to another node, already")
+        node = self._graph.add_subflow(checked_options(options))
+        flow._is_subflow = True  # noqa: SLF001
+        self._subflows[node.key] = flow
+        return node
+
+    async def _submit(self, app: "Fabric", parent: ExecutionId | None = None) -> Flow:
         client = await app.client()
+        if self._is_subflow and parent is None:
+            raise invalid_input("flow", "is submitted with the flow that it is a part of")
         parts = list(self._graph.parts())
         if not parts:
             raise invalid_input("nodes", "The flow has no nodes. Add some with flow.add().")
         nodes, edges = parts[0]
+        held = len(parts) > 1 or bool(self._subflows)
         outcome = await client.submit_flow(
             FlowGraph(
-                flow_id=self.id,
+                # That of a subflow follows from its parent.
+                flow_id="" if self._is_subflow else self.id,
                 flow_kind=self._kind,
                 namespace=self._namespace,
                 tags=self._tags,
                 nodes=tuple(nodes),
                 edges=tuple(edges),
-                hold=len(parts) > 1,
-            )
+                hold=held,
+            ),
+            parent_execution_id=parent,
         )
+        self.id = outcome.flow_id
         ids = dict(outcome.nodes)
-        # Too large for one call: nothing runs until all of it is stored.
+        # Nothing runs until all of it is stored.
         for nodes, edges in parts[1:]:
             ids |= (await client.extend_flow(self.id, nodes, edges)).nodes
-        if len(parts) > 1:
+        for key, flow in self._subflows.items():
+            await flow._submit(app, ids[key])  # noqa: SLF001 - its own kind
+        if held:
             await client.release_flow(self.id)
         self._graph.submitted = True
         known = isinstance(outcome, AlreadySubmitted)
@@ -402,6 +440,7 @@ class SyncFlow(SyncTwin[Flow]):
     result = blocking(Flow.result)
     results = blocking(Flow.results)
     cancel = blocking(Flow.cancel)
+    replay = blocking(Flow.replay)
     graph = blocking(Flow.graph)
     watch = blocking(Flow.watch)
 

@@ -33,7 +33,7 @@ from flowfabric.core.contracts.flows import (
     Quorum,
 )
 from flowfabric.core.errors import invalid_input
-from flowfabric.core.graph import MAX_EDGES, MAX_NODES, is_input_name
+from flowfabric.core.graph import MAX_EDGES, MAX_NODES, SUBFLOW, is_input_name
 from flowfabric.core.ids import validate_text
 
 if typing.TYPE_CHECKING:
@@ -63,7 +63,7 @@ class FutureValue(Unencodable, Generic[T_co]):
 
     explanation = (
         "a node has no value before its flow runs. Pass it to flow.add() as an argument, or in a "
-        "list or dict of arguments, but not in another object, as a key, or to task.submit()"
+        "list or dict, but not in another object, as a key, or to task.submit()"
     )
 
     def __init__(self, plan: ValueSource) -> None:
@@ -73,7 +73,6 @@ class FutureValue(Unencodable, Generic[T_co]):
         raise TypeError("A node has no value before its flow runs, so it is neither true nor false")
 
     def __format__(self, spec: str) -> str:
-        # In an argument this would be a wrong text. `{node!r}` shows a node.
         raise TypeError("A node has no value before its flow runs. Add a task that builds the text")
 
     @property
@@ -356,6 +355,15 @@ class Graph:
         )
         self.edges[key] = waits.edges
         self.returns[key] = task.returns
+        return Node(self, key)
+
+    def add_subflow(self, options: NodeOptions) -> Node[Any]:
+        """Add one node that owns a flow."""
+        key = self._new_key(SUBFLOW, options.get("key"))
+        waits = _Waits(self, key)
+        waits.add_order(options.get("after", ()), options.get("kind", "success_only"))
+        self.nodes[key] = GraphNode(key=key, execution_kind=SUBFLOW, join=waits.join)
+        self.edges[key] = waits.edges
         return Node(self, key)
 
     def _new_key(self, name: str, key: str | None) -> str:

@@ -44,6 +44,8 @@ class FlowCalls(ClosedOnce):
     release_flow = engine_call(Flows.release_flow)
     describe_flow = engine_call(Flows.describe_flow)
     cancel_flow = engine_call(Flows.cancel_flow)
+    replay_flow = engine_call(Flows.replay_flow)
+    delete_flow = engine_call(Flows.delete_flow)
     list_flows = engine_call(Flows.list_flows)
     list_members = engine_call(Flows.list_members)
     list_edges = engine_call(Flows.list_edges)

@@ -93,6 +93,8 @@ class SyncClient(SyncTwin[Client], Closing):
     release_flow = blocking(Client.release_flow)
     describe_flow = blocking(Client.describe_flow)
     cancel_flow = blocking(Client.cancel_flow)
+    replay_flow = blocking(Client.replay_flow)
+    delete_flow = blocking(Client.delete_flow)
     list_flows = blocking(Client.list_flows)
     list_members = blocking(Client.list_members)
     list_edges = blocking(Client.list_edges)

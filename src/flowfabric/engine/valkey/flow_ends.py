@@ -1,6 +1,7 @@
 """Cancelling flows, and going on with what earlier calls left to do."""
 
 import asyncio
+import logging
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ from flowfabric.core.errors import TimeoutError_, ValidationError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api import check
 from flowfabric.engine.api.events import Events
+from flowfabric.engine.api.flows import POLICIES
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, text
 from flowfabric.engine.valkey.drains import CascadeDrains
@@ -17,6 +19,7 @@ from flowfabric.engine.valkey.flow_reads import FlowReads
 from flowfabric.engine.valkey.outbox import Outbox
 from flowfabric.engine.valkey.places import ValkeyPlaces
 
+log = logging.getLogger(__name__)
 _MAX_WAIT_MS = 300_000
 _REPEATED_IDS = 1000
 
@@ -63,6 +66,10 @@ class FlowEnds(FlowReads):
         check.text(policy, "cancellation_policy")
         if type(grace_ms) is not int or not 0 <= grace_ms <= check.MAX_EXACT:
             raise ValidationError("invalid_grace_ms", f"must be 0 to {check.MAX_EXACT}")
+        if policy not in POLICIES:
+            told = "cancel_flow: %r is no policy; flow %s is cancelled as flow_only"
+            fields = {"action": "unknown_policy", "flow_id": flow_id, "policy": policy}
+            log.warning(told, policy, flow_id, extra=fields)
         args = (flow_id, policy, check.reason(reason, "reason"), grace_ms)
         reply = await self._calls.fcall("ff_cancel_flow", tag, args, op="cancel_flow")
         self._drains.note(tag, reply[7:])
