@@ -132,7 +132,7 @@ async def test_a_running_one_and_a_lost_one(cli: Cli, engine: Engine) -> None:
 async def test_binary_and_long_payloads_are_shortened(cli: Cli, engine: Engine) -> None:
     binary = await engine.create(input_payload=b"\xff\x00" * 500)
     out = await shown(cli, binary)
-    assert "Payload (1,000 bytes, binary, cut; --full shows all)" in out
+    assert "Payload (1,000 bytes, binary, shortened; --full shows all)" in out
     assert "  ff00 ff00" in out
     assert len(max(out.splitlines(), key=len)) < 200
     assert (await as_json(cli, binary, "--full"))["payload"]["preview"].count("ff00") == 500

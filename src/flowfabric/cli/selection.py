@@ -73,7 +73,7 @@ def select(
     tag: options.Tags = None,
     older_than: Annotated[
         float | None,
-        options.duration("Only if it finished (or, if unfinished, was created) longer ago."),
+        options.duration("Only those that finished, or if unfinished were created, longer ago."),
     ] = None,
 ) -> Selection:
     """The options of every command that selects executions."""

@@ -29,7 +29,7 @@ _IDLE_MS = 1000
 _PAGE = 500
 _RETRY_S = 0.5
 _SUMMARY_FIELDS = ("version", "patch_kind", "first_applied_ms", "last_updated_ms")
-_FROM_HELP = "Start after this frame: an id from --json, milliseconds, start or end."
+_FROM_HELP = "Start after this frame: an id from --json, a time in ms, start or end."
 _parse_cursor = partial(options.checked, StreamCursor.parse)
 
 
@@ -126,7 +126,7 @@ class _Follower:
     async def _begin(self, attempt: int | None, cursor: StreamCursor) -> None:
         count = max(1, (await self._info()).total_attempt_count)
         if attempt is not None and attempt > count:
-            problem = f"{self.id} has {plural(count, 'attempt')}, no attempt {attempt}"
+            problem = f"{self.id} has {plural(count, 'attempt')}; there is no attempt {attempt}"
             raise CliError("attempt_not_found", problem, "omit --attempt to start with the newest")
         self.printer.index = (attempt or count) - 1
         if cursor.is_concrete:
