@@ -367,6 +367,7 @@ class LoopWatch:
         self._asked_at = 0.0
         self._blocked_s = 0.0
         self._warned = False
+        self._writer: threading.Thread | None = None
 
     def stuck(self, leases: Iterable[HeldLease]) -> list[HeldLease]:
         """The leases to give up: at once those whose attempt timed out, all after the limit.
@@ -395,7 +396,9 @@ class LoopWatch:
         now = time.monotonic()
         if self._answered:
             if self._warned:
-                _log(logging.WARNING, f"The event loop runs again after {self._blocked_s:.0f} s.")
+                self._log(
+                    logging.WARNING, f"The event loop runs again after {self._blocked_s:.0f} s."
+                )
             self._answered = self._warned = False
             self._blocked_s = 0.0
             # The loop is closed when the worker was dropped.
@@ -418,15 +421,22 @@ class LoopWatch:
             who = f"{blocker.execution_kind} {blocker.execution_id.short}"
             extra |= blocker.log_fields
         text = f"{who} has blocked the event loop for {self._blocked_s:.0f} s: {consequence}"
-        _log(level, text, stack=stack, extra=extra)
+        self._log(level, text, stack=stack, extra=extra)
 
+    def _log(self, level: int, text: str, stack: str | None = None, **more: Any) -> None:
+        if not log.isEnabledFor(level):
+            return
+        record = log.makeRecord(log.name, level, __file__, 0, text, (), None, sinfo=stack, **more)
+        before = self._writer
 
-def _log(level: int, text: str, stack: str | None = None, **more: Any) -> None:
-    if not log.isEnabledFor(level):
-        return
-    record = log.makeRecord(log.name, level, __file__, 0, text, (), None, sinfo=stack, **more)
-    # On a thread of its own: what blocks the loop may be a log handler that holds its lock.
-    threading.Thread(target=log.handle, args=(record,), name="ff-loop-watch", daemon=True).start()
+        def write() -> None:
+            if before is not None:
+                before.join()
+            log.handle(record)
+
+        # On a thread of its own: what blocks the loop may be a log handler that holds its lock.
+        self._writer = threading.Thread(target=write, name="ff-loop-watch", daemon=True)
+        self._writer.start()
 
 
 def _context_of(task: asyncio.Task[Any]) -> Context:
