@@ -135,7 +135,7 @@ class Task(Generic[P, R_co]):
         if not _checked_key(self.name, key):
             return new
         if self._arguments is not None:
-            args, kwargs = self._arguments.bind(args, kwargs)
+            args, kwargs = self._arguments.normal_form(args, kwargs)
         return msgspec.structs.replace(
             new,
             idempotency_key=scoped_key(self.name, key),

@@ -166,7 +166,7 @@ class _Follower:
             return False
         if page.closed_at is not None:
             return await self._closed(page)
-        return not self.follow or await self._check_execution()
+        return await self._check_execution() or not self.follow
 
     async def _print(self, page: StreamFrames) -> None:
         await self._announce_attempt()
@@ -196,7 +196,7 @@ class _Follower:
         return False
 
     async def _check_execution(self) -> bool:
-        """No frame came for a while: report the state of the execution."""
+        """No frame is left, or none came for a while: report the state of the execution."""
         info = await self._info()
         if info.total_attempt_count > self.printer.index:
             await self._announce_attempt()
