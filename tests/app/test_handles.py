@@ -80,7 +80,7 @@ async def test_the_start_of_an_id_is_looked_up_on_first_use(app: ff.Fabric) -> N
     index, uuid = run.id.partition, run.id.uuid
     for name in (uuid, uuid[:8], uuid.upper(), f"{index}-{uuid[:4]}", f"{index}-{uuid[:8]}…"):
         found = app.get_run(name, greet)
-        with pytest.raises(ValidationError, match="was not looked up yet"):
+        with pytest.raises(ValidationError, match="is not looked up yet"):
             assert found.id
         assert await found.result() == "Hello, Ada!"
         assert found.id == run.id

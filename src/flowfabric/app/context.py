@@ -67,7 +67,7 @@ class HandlerInfo:
 
     @property
     def attempt(self) -> int:
-        """1 for the first attempt; a retry or a reclaim counts up, a resume does not."""
+        """The number of this attempt, from 1. A retry or a reclaim adds one, a resume does not."""
         return self._task.attempt_index + 1
 
     @property
@@ -172,7 +172,7 @@ class SyncOutputStream(SyncTwin[OutputStream]):
 
 
 class Context(HandlerInfo):
-    """The first parameter of an `async def` handler that asks for it.
+    """What an `async def` handler gets if its first parameter is annotated with it.
 
     >>> @app.task
     ... async def reindex(ctx: Context, name: str) -> int:
@@ -306,7 +306,7 @@ class Context(HandlerInfo):
 
 
 class SyncContext(SyncTwin[Context], HandlerInfo):
-    """The first parameter of a `def` handler that asks for it: `Context` without `await`.
+    """What a `def` handler gets if its first parameter asks for it: `Context` without `await`.
 
     Its operations block the handler's thread.
 

@@ -352,7 +352,7 @@ def _is_object(given: object) -> bool:
 
 _STREAMS = "a generator has no result to store: return a list, or write output with `ctx.stream()`"
 _NOT_TASKS: tuple[tuple[Callable[[object], bool], str], ...] = (
-    (lambda given: isinstance(given, Task), "is a task already"),
+    (lambda given: isinstance(given, Task), "is already a task"),
     (inspect.isgeneratorfunction, _STREAMS),
     (inspect.isasyncgenfunction, _STREAMS),
     (inspect.isclass, "is a class: decorate a function that makes or uses it"),

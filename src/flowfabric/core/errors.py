@@ -367,7 +367,7 @@ class ReplyError(TransportError):
     def hint(self) -> str:
         if self.ambiguous:
             return super().hint
-        return "Processes of different versions share this server; bring them to one version."
+        return "Different versions of FlowFabric use this server; run one version everywhere."
 
 
 class UnknownCodeError(ReplyError):

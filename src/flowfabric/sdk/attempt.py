@@ -242,7 +242,7 @@ class HeldAttempt:
             if self.held.alive and self._landing is None:
                 await self._owner.backend.executions.delay(self.handle, 1)
         except errors.EngineError as error:
-            log.debug("lease of %s not given back: %s", self.execution_id, error)
+            log.debug("could not release %s: %s", self.execution_id, error)
         finally:
             self.finish("discard")
 

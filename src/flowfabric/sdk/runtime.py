@@ -215,7 +215,7 @@ class WorkerRuntime:
             return
         if not task.held.alive:
             # The claim's reply waited too long, for instance for code that blocked the loop.
-            self._endings.abandon(task, LeaseLost("lease_expired", "it lapsed before the start"))
+            self._endings.abandon(task, LeaseLost("lease_expired", "it expired before the start"))
             return
         running = asyncio.create_task(self._handle(task))
         self._running[task] = running
@@ -323,7 +323,7 @@ class WorkerRuntime:
             await asyncio.wait(list(self._running.values()), timeout=_WIND_UP_S)
         stubborn, self._running = self._running, {}
         for task in stubborn:
-            text = "ignored its cancellation; the worker leaves it behind and gives it back"
+            text = "ignored its cancellation; the worker abandons it and releases the execution"
             log_task(logging.ERROR, "task_left_behind", task, text)
         await asyncio.gather(
             *(self._endings.hand_over(task) for task in stubborn if task.finished_by is None)
