@@ -15,7 +15,7 @@ import flowfabric as ff
 from flowfabric.core.errors import ValidationError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
-from tests.support.engine import Engine
+from tests.support.engine import Engine, prepared_backend
 from tests.support.server import TestServer
 
 COUNTS = PartitionCounts()
@@ -146,7 +146,8 @@ def test_a_run_in_a_later_event_loop(valkey: TestServer) -> None:
         return f"Hello, {name}!"
 
     async def submit() -> ff.Run[str]:
-        await (await app.client()).backend.meta.prepare()
+        async with prepared_backend(valkey.url):
+            pass
         run = await app.submit(greet, "Ada")
         await app.disconnect()
         return run

@@ -172,7 +172,7 @@ class SyncOutputStream(SyncTwin[OutputStream]):
 
 
 class Context(HandlerInfo):
-    """What an `async def` handler gets if its first parameter is annotated with it.
+    """The context of an `async def` handler that annotates its first parameter with it.
 
     >>> @app.task
     ... async def reindex(ctx: Context, name: str) -> int:
@@ -234,7 +234,7 @@ class Context(HandlerInfo):
         The handler stops here. When a signal arrives it starts again from its beginning, and
         waits that were answered return at once. `signals` limits which names count. After
         `timeout` it raises `WaitTimeout`, or returns `default` with `on_timeout="default"`.
-        `prompt` and `details` tell people what they are asked.
+        `prompt` and `details` describe the question to people.
 
         >>> verdict = await ctx.wait_for("approval", prompt="Deploy v2?", timeout="24h")
         """
@@ -306,7 +306,7 @@ class Context(HandlerInfo):
 
 
 class SyncContext(SyncTwin[Context], HandlerInfo):
-    """What a `def` handler gets if its first parameter asks for it: `Context` without `await`.
+    """`Context` without `await`, for a `def` handler that annotates its first parameter with it.
 
     Its operations block the handler's thread.
 

@@ -38,7 +38,7 @@ class ConfigError(FlowFabricError):
 
 
 class WorkerAtCapacity(FlowFabricError):
-    """The worker holds as many tasks as it may. Claim again when one has finished."""
+    """The worker already runs as many tasks as it may. Claim again when one has finished."""
 
     code = "worker_at_capacity"
 

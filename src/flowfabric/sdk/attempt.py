@@ -248,7 +248,7 @@ class HeldAttempt:
 
 
 def warn_dropped(execution_id: ExecutionId) -> None:
-    """Log that a task went away without an end."""
+    """Log that a task was dropped without being completed, failed or released."""
     extra = {"action": "task_dropped", "execution_id": execution_id}
     text = "%s dropped without terminal operation — lease will expire"
     log.warning(text, execution_id.short, extra=extra)

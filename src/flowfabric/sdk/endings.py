@@ -43,7 +43,7 @@ class RunSummary(msgspec.Struct):
     retried: int = 0
     """Attempts that failed and will be repeated."""
     released: int = 0
-    """Attempts that were given back and resume later, here or elsewhere."""
+    """Attempts that were released and resume later, here or elsewhere."""
     cancelled: int = 0
     """Attempts that ended because their execution was cancelled."""
     abandoned: int = 0

@@ -143,7 +143,7 @@ class WorkerRuntime:
         on_shutdown: FailOrRelease = "release",
         until_idle: Callable[[], Awaitable[int]] | None = None,
     ) -> RunSummary:
-        """Serve until `stop()`; then wait up to `grace_s` and give back what still runs.
+        """Serve until `stop()`; then wait up to `grace_s` and release what still runs.
 
         With `until_idle`, which runs due timers and returns their number, serve until nothing is
         left that can run now. Only an error that no retry can cure, such as a wrong password, ends
