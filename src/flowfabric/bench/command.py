@@ -32,8 +32,8 @@ idle       Commands per second of 1 and of 100 idle workers. How much 100 idle
            but unable to run its work. Compared with a server without workers.
 backlog    The time of a claim with a thousand and with n executions waiting.
 recovery   From kill -9 of a worker until its n executions run in another
-           process, with a lease of 2 s. Once the killed worker also runs the
-           scanners, once it does not.
+           process, with a lease of 2 s: once for a worker that also runs the
+           scanners, once for one that does not.
 resume     From signal to resumed handler on an idle worker, one at a time.
            Then n executions wait, and all are signalled at once.
 stream     Stored frames per second of one task and of ten. The time until a

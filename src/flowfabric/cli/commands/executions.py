@@ -192,8 +192,7 @@ async def replay(
     )
     if dry_run or id_ is None or not where.is_empty:
         if expected_replay_count is not None:
-            problem = "needs a single ID"
-            raise typer.BadParameter(problem, param_hint="--expected-replay-count")
+            raise typer.BadParameter("needs one ID", param_hint="--expected-replay-count")
         ids = () if id_ is None else (id_,)
         await change_many(target, ids, where, change, dry_run=dry_run, yes=yes)
         return

@@ -63,7 +63,7 @@ _CAPABILITIES = value(
     "The capabilities that this worker offers.",
     parser=partial(options.checked_names, lambda name: normalise([name], "worker")),
 )
-_LEASE_TTL = options.duration("The lease: how long a dead worker's tasks wait.", "1s", "7d")
+_LEASE_TTL = options.duration("How long a lease lasts if it is not renewed.", "1s", "7d")
 _BLOCK_LIMIT = options.duration(
     "How long a task may block the event loop before the worker releases its other tasks. "
     "The default is three times --lease-ttl.",
@@ -76,7 +76,7 @@ _GRACE = options.duration("How long to wait for running tasks before releasing t
 _PROCESSES = value("N", "Run N worker processes, each with its own concurrency.", min=1, max=1000)
 _ON_UNKNOWN = value(
     "release|fail",
-    "Release tasks that this application does not have to workers that know them, or fail them.",
+    "What to do with unknown tasks: release them to workers that know them, or fail them.",
 )
 
 
