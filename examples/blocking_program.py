@@ -1,4 +1,4 @@
-"""An ordinary program without an event loop, and a worker process of the command line.
+"""A program without an event loop, and a worker that `flowfabric worker` runs.
 
 Run it with `python -m examples.blocking_program`; it uses FF_URL, or an embedded Valkey.
 """
@@ -19,14 +19,14 @@ app = ff.Fabric()
 
 @app.task(lane="blocking", retry=ff.Retry(3))
 def slug(title: str) -> str:
-    """A title as it would stand in a url."""
+    """A title in the form that a URL uses."""
     words = "".join(c if c.isalnum() else " " for c in title.lower()).split()
     return "-".join(words)
 
 
 @contextmanager
 def worker_process() -> Generator[None]:
-    """`flowfabric worker examples.blocking_program:app`, ended cleanly with the block."""
+    """Run `flowfabric worker examples.blocking_program:app` until the block ends."""
     command = str(Path(sys.executable).with_name("flowfabric"))
     arguments = [command, "worker", "examples.blocking_program:app", "--log-level", "warning"]
     with subprocess.Popen(arguments) as process:
@@ -34,7 +34,7 @@ def worker_process() -> Generator[None]:
             yield
         finally:
             process.terminate()
-    assert process.returncode == 0, "the worker did not end cleanly"
+    assert process.returncode == 0, "the worker did not exit cleanly"
 
 
 def main() -> None:

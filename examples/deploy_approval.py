@@ -1,7 +1,7 @@
 """A deployment that waits for two people: build with a live log, approval, release.
 
-Run it with `python -m examples.deploy_approval`; it uses FF_URL, or an embedded Valkey. It plays
-the people too, and ends with an error unless everything goes as promised.
+Run it with `python -m examples.deploy_approval`; it uses FF_URL, or an embedded Valkey. It also
+plays the people, and exits with an error if a promise is broken.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flowfabric.core.contracts.suspension import SignalOutcome
 app = ff.Fabric()
 began = time.monotonic()
 artefacts: dict[str, str] = {}
-"""Stands for the registry that keeps what was built."""
+"""Represents the registry that stores builds."""
 builds: list[str] = []
 
 TWO_PEOPLE = ff.Count(
@@ -32,9 +32,8 @@ TWO_PEOPLE = ff.Count(
 async def deploy(ctx: ff.Context, version: str, patience: float) -> str:
     """Build, wait for two people, release.
 
-    While it waits it holds no worker. It starts again from its first line when the wait is over, so
-    what it did before is looked up instead of done twice; the wait that was answered returns at
-    once.
+    While it waits, it occupies no worker. When the wait is over, it starts again from its first
+    line: it finds the build that exists, and the wait returns the answers at once.
     """
     if version not in artefacts:
         artefacts[version] = await build(ctx, version)
@@ -44,14 +43,14 @@ async def deploy(ctx: ff.Context, version: str, patience: float) -> str:
         )
     except ff.WaitTimeout:
         await ctx.stream(f"nobody released {version} in time\n", "stderr")
-        return f"{version} stays in the drawer"
+        return f"{version} was not released"
     people = " and ".join(signal.source_identity for signal in approvals)
-    await ctx.stream(f"releasing {artefacts[version]}, as {people} said\n", "stdout")
+    await ctx.stream(f"releasing {artefacts[version]}, approved by {people}\n", "stdout")
     return f"{version} is live, released by {people}"
 
 
 async def build(ctx: ff.Context, version: str) -> str:
-    """Takes a moment and tells how far it is, for anyone who looks."""
+    """Take a moment, and write a log that others can follow."""
     builds.append(version)
     for step in ("fetch", "compile", "test", "pack"):
         await ctx.stream(f"{version}: {step} …\n", "stdout")
@@ -63,17 +62,17 @@ async def build(ctx: ff.Context, version: str) -> str:
 
 
 def say(text: str) -> None:
-    """One line with the time."""
+    """Print one line with the time."""
     print(f"{time.monotonic() - began:5.1f} s  {text}", flush=True)
 
 
 def broken(promise: str) -> NoReturn:
-    """End with an error."""
+    """Exit with an error."""
     sys.exit(f"broken promise: {promise}")
 
 
 def promised(promise: str, kept: bool) -> None:  # noqa: FBT001 - reads as a sentence
-    """Say what was kept, or end with an error."""
+    """Print a promise that was kept, or exit with an error."""
     if not kept:
         broken(promise)
     say(f"✓ {promise}")
@@ -90,12 +89,12 @@ async def watch(run: ff.Run[str]) -> str:
 
 
 def effect(outcome: SignalOutcome) -> str:
-    """What became of an answer."""
+    """The effect of an answer."""
     return outcome.effect if outcome.kind == "accepted" else outcome.kind
 
 
 async def forged(client: ff.Client, run: ff.Run[str]) -> str:
-    """Try a token that was made for another wait; the engine's answer."""
+    """Try a forged token; returns the engine's answer."""
     (waitpoint,) = (await client.list_pending_waitpoints(run.id)).entries
     token = f"{waitpoint.token_kid}:{'0' * 40}"
     try:
@@ -120,10 +119,10 @@ async def released(client: ff.Client) -> None:
     more = await run.signal("release", "approved", by="bob")
     ignored = "signal_ignored_matcher_failed"
     promised("a token holder who claims to be bob does not count", effect(more) == ignored)
-    promised("so it still waits", await run.state() == "suspended")
+    promised("the deployment still waits", await run.state() == "suspended")
     second = await client.approve(run.id, "release", by="bob")
     answered = time.monotonic()
-    promised("bob's approval lets it go on", effect(second) == "resume_condition_satisfied")
+    promised("bob's approval resumes it", effect(second) == "resume_condition_satisfied")
     result = await run.result(timeout=20)
     say(f"{result} ({(time.monotonic() - answered) * 1000:.0f} ms after the approval)")
     promised("the result names both", result == "2.4.1 is live, released by ada and bob")
@@ -135,10 +134,10 @@ async def left_alone() -> None:
     run = await app.submit(deploy, "2.5.0", 1.0)
     log = asyncio.create_task(watch(run))
     await run.wait_until_suspended(timeout=20)
-    say("deploy waits for two people, for one second; nobody comes")
+    say("deploy waits one second for two people, and nobody answers")
     result = await run.result(timeout=20)
-    promised("without an answer the handler goes on by itself", "stays in the drawer" in result)
-    promised("and says so in its log", "nobody released 2.5.0" in await log)
+    promised("after the timeout the handler continues", result == "2.5.0 was not released")
+    promised("its log says that nobody answered", "nobody released 2.5.0" in await log)
 
 
 async def main() -> None:

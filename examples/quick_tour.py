@@ -54,7 +54,7 @@ async def submit_a_batch() -> None:
 
 
 async def submit_once() -> None:
-    """The same idempotency key is the same execution, whoever submits it."""
+    """An idempotency key identifies one execution, no matter who submits it."""
     once = count_words.options(idempotency_key="tour-once")
     first = await once.submit("a", "b c")
     again = await once.submit("a", "b c")
@@ -64,7 +64,7 @@ async def submit_once() -> None:
 
 
 async def submit_by_priority() -> None:
-    """Before anyone serves the lane: the highest priority goes first, whenever it came."""
+    """Submit before a worker serves the lane: the highest priority then runs first."""
     runs = [
         await note.submit("whenever"),
         await note.options(priority=5).submit("soon"),
@@ -77,7 +77,7 @@ async def submit_by_priority() -> None:
 
 
 async def submit_for_later() -> None:
-    """A delay holds an execution back; its state says so."""
+    """A delay postpones an execution; its state says so."""
     run = await count_words.options(delay="500ms", tags={"tour.part": "delay"}).submit("later", "x")
     assert await run.state() == "delayed"
     await run.result(timeout=10)
@@ -88,7 +88,7 @@ async def submit_for_later() -> None:
 
 
 async def main() -> None:
-    """All parts, one after the other."""
+    """Run all parts in order."""
     async with app:
         await submit_by_priority()
         async with app.worker(lanes=["tour"]):

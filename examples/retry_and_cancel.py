@@ -45,7 +45,7 @@ async def long_job() -> None:
 
 @app.task(lane="trouble")
 def print_label(device: str) -> str:
-    """Works once the device was repaired."""
+    """Works after the device has been repaired."""
     if device in broken:
         raise OSError(f"{device} is out of paper")
     return f"printed on {device}"
@@ -110,7 +110,7 @@ async def replayed() -> None:
 
 
 async def main() -> None:
-    """All parts, one after the other."""
+    """Run all parts in order."""
     async with app, app.worker(lease_ttl=2):
         await retried()
         await failed_for_good()

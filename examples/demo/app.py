@@ -1,6 +1,6 @@
 """The application: what a shop does at the end of a month.
 
-It knows nothing of workers that die. Both handlers are ordinary functions.
+It needs no code for workers that die. Both handlers are ordinary functions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Statement:
 
 @app.task(retry=ff.Retry(3, backoff="300ms"), timeout="20s")
 async def exchange_rate(ctx: ff.Context, currency: str) -> float:
-    """Ask the bank: slow, and for one currency out of order at first."""
+    """Ask the bank: slow, and at first it fails for one currency."""
     await asyncio.sleep(0.8)
     if currency == "GBP" and ctx.attempt == 1:
         raise ff.RetryableError("the bank answered 503")

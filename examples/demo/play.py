@@ -38,7 +38,7 @@ async def play(folder: Path) -> int:
         finally:
             exits = {worker.name: worker.close() for worker in workers}
         if exits["beta"] != 0:
-            broken.append(f"beta did not end cleanly but with {exits['beta']}")
+            broken.append(f"beta did not exit cleanly: its status is {exits['beta']}")
     for sentence in broken:
         screen.note(f"broken promise: {sentence}")
     return 1 if broken else 0
@@ -65,7 +65,7 @@ async def _perform(workers: Sequence[WorkerProcess], screen: Screen) -> list[str
         f"\n{len(rows)} submitted, {results} results from {successes} successful attempts\n"
         f"{len(lost)} held by {victim.name} when it was killed with SIGKILL\n"
         f"{len(lost)} reclaimed by {survivor.name}, the first {reclaimed_at - killed_at:.1f} s "
-        f"after the kill (a lease lives {LEASE_SECONDS} s)\n"
+        f"after the kill (a lease lasts {LEASE_SECONDS} s)\n"
         f"{len(retried)} retried after an error: {', '.join(retried)}"
     )
     return verify(rows, lost, victim.name)

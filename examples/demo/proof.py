@@ -24,7 +24,7 @@ def verify(rows: Sequence[Row], lost: Sequence[str], killed: str) -> list[str]:
         broken.append(f"{killed} held nothing when it was killed")
     reclaimed = [row.label for row in rows if was_reclaimed_from(row, killed)]
     if sorted(reclaimed) != sorted(lost):
-        broken.append(f"{killed} lost {sorted(lost)}, but reclaimed were {sorted(reclaimed)}")
+        broken.append(f"{killed} lost {sorted(lost)}, but the engine reclaimed {sorted(reclaimed)}")
     return broken
 
 

@@ -30,23 +30,23 @@ class WorkerProcess:
             )
 
     def wait_ready(self) -> None:
-        """Return when it serves; say why when it does not."""
+        """Wait until the worker is ready; raises if it does not start."""
         assert self.process.stdout is not None
         if self.process.stdout.readline().strip() != READY:
             raise RuntimeError(f"worker {self.name} did not start")
 
     def log_text(self) -> str:
-        """What it wrote to its log, for the moment something goes wrong."""
+        """What the worker wrote to its log, to show when something fails."""
         return f"log of {self.name}:\n{self._log.read_text()}"
 
     def kill(self) -> None:
-        """`kill -9`: no clean-up, no good-bye."""
+        """Kill the process with `kill -9`, without any clean-up."""
         self.process.kill()
         self.process.wait()
         self.killed = True
 
     def close(self) -> int:
-        """Ask it to finish what it runs; its exit status."""
+        """Stop the worker after its running tasks finish; returns its exit status."""
         if self.process.poll() is None:
             self.process.terminate()
         try:
@@ -60,7 +60,7 @@ class WorkerProcess:
 
 
 def main(name: str) -> None:
-    """Serve until told to stop."""
+    """Run until a signal stops it."""
     worker = app.worker(worker_id=name, concurrency=3, lease_ttl=LEASE_SECONDS)
     asyncio.run(worker.run(ready=lambda: print(READY, flush=True)))
 

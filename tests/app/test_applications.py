@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
+from collections.abc import AsyncGenerator
+from pathlib import Path
 
 import flowfabric as ff
+from tests.support.command import Cli, Running
 from tests.support.engine import Engine
 from tests.support.server import TestServer
 
@@ -16,17 +20,6 @@ def shop(url: str) -> ff.Fabric:
     @app.task(name="ship")
     async def ship(order: int) -> str:
         return f"shipped {order}"
-
-    return app
-
-
-def shop_with_refunds(url: str) -> ff.Fabric:
-    """The next version: it knows one more task."""
-    app = shop(url)
-
-    @app.task(name="refund")
-    async def refund(order: int) -> str:
-        return f"refunded {order}"
 
     return app
 
@@ -66,32 +59,85 @@ async def test_an_application_ignores_the_backlog_of_another(
     assert shipped == [f"shipped {n}" for n in range(1200)]
 
 
+SHOP = """
+import flowfabric as ff
+
+app = ff.Fabric()
+
+
+@app.task
+async def ship(order: int) -> str:
+    return f"shipped {order} by version 1"
+"""
+SHOP_WITH_REFUNDS = """
+import flowfabric as ff
+
+app = ff.Fabric()
+
+
+@app.task
+async def ship(order: int, express: bool = False) -> str:
+    return f"shipped {order} by version 2"
+
+
+@app.task
+async def refund(order: int) -> str:
+    return f"refunded {order}"
+"""
+
+
+@contextlib.asynccontextmanager
+async def customers(app: ff.Fabric) -> AsyncGenerator[list[ff.Run[str]]]:
+    """They order and ask for refunds until the block ends; each order must be shipped at once.
+
+    The web process knows the new version before any worker does.
+    """
+    runs: list[ff.Run[str]] = []
+    closing = asyncio.Event()
+
+    async def order() -> None:
+        while not closing.is_set():
+            number = len(runs) // 2
+            runs.append(await app.submit("ship", number))
+            runs.append(await app.submit("refund", number))
+            await runs[-2].result(timeout="20s")
+
+    ordering = asyncio.create_task(order())
+    try:
+        yield runs
+    finally:
+        closing.set()
+        await ordering
+
+
 async def test_a_rolling_deploy_loses_nothing_and_fails_nothing(
-    engine: Engine, valkey: TestServer
+    engine: Engine, valkey: TestServer, tmp_path: Path
 ) -> None:
-    async with shop(valkey.url) as old, shop_with_refunds(valkey.url) as new:
-        runs: list[ff.Run[object]] = []
+    """Two worker processes of one version of `shop.py` are replaced by two of the next."""
+    async with ff.Fabric(valkey.url) as app, contextlib.AsyncExitStack() as machines:
 
-        async def submit_some() -> None:
-            for n in range(25):
-                runs.append(await old.submit("ship", n))
-                runs.append(await new.submit("refund", n))
+        async def start(source: str, number: int) -> Running:
+            folder = tmp_path / f"machine-{number}"
+            folder.mkdir()
+            (folder / "shop.py").write_text(source)
+            cli = Cli(folder, FF_URL=valkey.url)
+            worker = await machines.enter_async_context(cli.start("worker", "shop:app"))
+            await worker.line("Ready.")
+            return worker
 
-        async with contextlib.AsyncExitStack() as upgraded:
-            async with old.worker(scanners=False):
-                async with old.worker(scanners=False):
-                    # The web process is upgraded before the workers are.
-                    await submit_some()
-                    await upgraded.enter_async_context(new.worker(scanners=False))
-                    await submit_some()
-                await upgraded.enter_async_context(new.worker(scanners=False))
-                await submit_some()
-            await submit_some()
-            results = await asyncio.gather(*(run.result(timeout="20s") for run in runs))
-            assert {await attempts(run) for run in runs} == {1}
-    assert results == [
-        f"{what} {n}" for _ in range(4) for n in range(25) for what in ("shipped", "refunded")
-    ]
+        old = [await start(SHOP, number) for number in (1, 2)]
+        async with customers(app) as runs:
+            for number, leaving in enumerate(old, 3):
+                await start(SHOP_WITH_REFUNDS, number)
+                leaving.send(signal.SIGTERM)
+                assert (await leaving.end()).code == 0
+        results = await asyncio.gather(*(run.result(timeout="20s") for run in runs))
+        assert set(await asyncio.gather(*map(attempts, runs))) == {1}
+    shipped, refunded = results[::2], results[1::2]
+    assert refunded == [f"refunded {number}" for number in range(len(refunded))]
+    orders, versions = zip(*(text.split(" by ") for text in shipped), strict=True)
+    assert list(orders) == [f"shipped {number}" for number in range(len(shipped))]
+    assert {versions[0], versions[-1]} == {"version 1", "version 2"}
 
 
 async def test_an_application_may_fail_them_instead(engine: Engine, valkey: TestServer) -> None:

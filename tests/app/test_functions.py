@@ -74,7 +74,7 @@ def test_what_cannot_work_is_refused_where_it_is_written(
 def test_a_name_is_given_or_left_out(app: ff.Fabric) -> None:
     with pytest.raises(ff.ConfigError, match=r"task\.name: must not be empty"):
         app.task("")(pair)
-    with pytest.raises(ff.ConfigError, match="pair: is a task already"):
+    with pytest.raises(ff.ConfigError, match="pair: is already a task"):
         app.task()(app.task()(pair))
     assert app.task("nothing")(lambda: None).name == "nothing"
     task: Any = app.task("three")(functools.partial(pair, b=3))

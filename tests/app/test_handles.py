@@ -15,7 +15,7 @@ import flowfabric as ff
 from flowfabric.core.errors import ValidationError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
-from tests.support.engine import Engine
+from tests.support.engine import Engine, prepared_backend
 from tests.support.server import TestServer
 
 COUNTS = PartitionCounts()
@@ -80,7 +80,7 @@ async def test_the_start_of_an_id_is_looked_up_on_first_use(app: ff.Fabric) -> N
     index, uuid = run.id.partition, run.id.uuid
     for name in (uuid, uuid[:8], uuid.upper(), f"{index}-{uuid[:4]}", f"{index}-{uuid[:8]}…"):
         found = app.get_run(name, greet)
-        with pytest.raises(ValidationError, match="was not looked up yet"):
+        with pytest.raises(ValidationError, match="is not looked up yet"):
             assert found.id
         assert await found.result() == "Hello, Ada!"
         assert found.id == run.id
@@ -146,7 +146,8 @@ def test_a_run_in_a_later_event_loop(valkey: TestServer) -> None:
         return f"Hello, {name}!"
 
     async def submit() -> ff.Run[str]:
-        await (await app.client()).backend.meta.prepare()
+        async with prepared_backend(valkey.url):
+            pass
         run = await app.submit(greet, "Ada")
         await app.disconnect()
         return run

@@ -74,13 +74,19 @@ async def test_the_order_of_names_and_sets_does_not_matter(
         await resize.submit(**again, more=1)
 
 
-async def test_a_call_that_mixes_both_forms_is_compared_by_name(app: ff.Fabric) -> None:
+async def test_it_does_not_matter_which_arguments_have_names(app: ff.Fabric) -> None:
     @app.task
-    async def resize(name: str, width: int, height: int = 0) -> None: ...
+    async def resize(ctx: ff.Context, name: str, width: int, height: int = 0) -> None: ...
 
     keyed = resize.options(idempotency_key="k")
     run = await keyed.submit("cat.png", width=300)
     assert (await keyed.submit(width=300, name="cat.png")).id == run.id
+    assert (await keyed.submit("cat.png", 300)).id == run.id
+    # A program that knows only the name of the task passes them by position.
+    named = app.named("resize", idempotency_key="k")
+    assert (await named.submit("cat.png", 300)).id == run.id
+    with pytest.raises(ff.IdempotencyConflict):
+        await keyed.submit("cat.png", 301)
 
 
 async def test_a_repeat_may_have_another_priority_delay_and_tags(app: ff.Fabric) -> None:

@@ -200,7 +200,7 @@ class Nested:
 
 
 REFUSED: list[tuple[Any, str]] = [
-    (Plain, "contains Plain, which cannot be carried. Take or return a dataclass, a pydantic"),
+    (Plain, "contains Plain, which is not supported. Take or return a dataclass, a pydantic"),
     (Nested, "(Nested) contains Plain"),
     (Plain | None, "contains Plain"),
     (complex, "contains complex"),
@@ -208,9 +208,9 @@ REFUSED: list[tuple[Any, str]] = [
     (re.Pattern[str], "contains Pattern"),
     (Callable[[], int], "contains Callable"),
     (Exception, "contains Exception"),
-    (Iterable[int], "contains Iterable, which cannot be carried. Use list instead."),
-    (deque[int], "contains deque, which cannot be carried. Use list instead."),
-    (Counter[str], "contains Counter, which cannot be carried. Use dict instead."),
+    (Iterable[int], "contains Iterable, which is not supported. Use list instead."),
+    (deque[int], "contains deque, which is not supported. Use list instead."),
+    (Counter[str], "contains Counter, which is not supported. Use dict instead."),
     (OrderedDict[str, int], "Use dict instead."),
     (dict[tuple[int, int], str], "has dictionary keys that JSON cannot represent. Use keys"),
     (dict[int | str, str], "has dictionary keys that JSON cannot represent"),
@@ -218,9 +218,9 @@ REFUSED: list[tuple[Any, str]] = [
     (str | bytes, "has types that JSON cannot tell apart: Type unions may not contain more than"),
     (Item | Nested, "Use tagged msgspec.Struct classes, pydantic models, or only one of these"),
     (Item | Plain, "has types that JSON cannot tell apart"),
-    (Mixed, "cannot be carried: Enums must contain either all str or all int values"),
-    (Literal[b"a"], "cannot be carried: Literal may only contain"),
-    (list[Order | Plain], "cannot be carried: "),
+    (Mixed, "is not supported: Enums must contain either all str or all int values"),
+    (Literal[b"a"], "is not supported: Literal may only contain"),
+    (list[Order | Plain], "is not supported: "),
     (pydantic.HttpUrl, "contains HttpUrl"),
     (msgspec.Raw, "contains msgspec.Raw"),
 ]

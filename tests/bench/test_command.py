@@ -25,7 +25,7 @@ def invoke(*arguments: str) -> Result:
 def test_help_names_every_scenario_and_defines_unbatched():
     text = invoke("--help").output
     assert all(scenario in text for scenario in get_args(Scenario))
-    assert "n / time of the whole" in text
+    assert "n / total time" in text
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ def test_help_names_every_scenario_and_defines_unbatched():
         (["floor", "--n", "0"], "greater than or equal to 1"),
         (["floor", "--repeat", "0"], "greater than or equal to 1"),
         (["floor", "--aof", "sometimes"], "'sometimes' is not one of"),
-        (["floor", "--unbatched"], "--unbatched belongs to the lifecycle scenario"),
-        (["memory", "--with-floor"], "--with-floor belongs to the lifecycle scenario"),
+        (["floor", "--unbatched"], "--unbatched is only for the lifecycle scenario"),
+        (["memory", "--with-floor"], "--with-floor is only for the lifecycle scenario"),
     ],
 )
 def test_bad_arguments_are_told_without_a_traceback(arguments: list[str], told: str):

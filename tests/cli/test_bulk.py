@@ -198,7 +198,7 @@ async def test_no_and_ctrl_c_change_nothing(
     await failed(engine)
     before = await engine.dump()
     async with on_terminal(cli, "purge", "--state", "failed") as terminal:
-        await terminal.until("Payloads, results and output are deleted. Purge 1 execution")
+        await terminal.until("This deletes payloads, results and output. Purge 1 execution")
         await terminal.until("[y/N]: ")
         if answer:
             terminal.type(answer)

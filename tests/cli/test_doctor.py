@@ -105,7 +105,7 @@ async def test_scanners_of_a_part(cli: Cli, engine: Engine) -> None:
         await until(listed)
         _, found = await examined(cli)
         assert found["scanners"]["grade"] == "ok"
-        assert found["scanners"]["detail"] == f"run by {process} for its part (host:pid)"
+        assert found["scanners"]["detail"] == f"run by {process} in part (host:pid)"
     _, found = await examined(cli)
     assert found["scanners"]["grade"] == "warning"
 
@@ -243,7 +243,7 @@ async def test_a_full_server_that_is_a_replica(tmp_path: Path, fresh: TestServer
     await transport.aclose()
     done, found = await examined(cli)
     assert done.code == 1
-    assert "no new work is taken" in found["memory"]["detail"]
+    assert "the server refuses new work" in found["memory"]["detail"]
     assert found["writes"]["advice"].startswith("connect to the primary, 127.0.0.1:")
     # Whatever needs no writing is examined all the same.
     assert found["indexes"]["grade"] == "ok"
@@ -283,7 +283,7 @@ def test_known_holes_of_the_scripting_engine(
 def test_fixed_servers(version: tuple[int, int, int]) -> None:
     finding = scripting_finding(version)
     assert finding.grade is Grade.OK
-    assert finding.detail.startswith("this version of FlowFabric knows of no security hole in ")
+    assert finding.detail.startswith("this version of FlowFabric knows of no vulnerability in ")
 
 
 async def test_who_can_reach_the_server(tmp_path: Path) -> None:

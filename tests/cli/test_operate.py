@@ -124,7 +124,7 @@ async def test_a_rotation_that_did_not_finish(cli: Cli, waits: Waits) -> None:
 @pytest.mark.parametrize(
     ("arguments", "variables", "said"),
     [
-        (("k2",), {}, "error: missing_secret: there is no new secret\n"),
+        (("k2",), {}, "error: missing_secret: no new secret was given\n"),
         (("k2",), {"FF_WAITPOINT_HMAC_SECRET": "xyz"}, "error: invalid_secret_hex: "),
         (("no kid",), {"FF_WAITPOINT_HMAC_SECRET": NEW_SECRET}, "error: invalid_kid: "),
     ],

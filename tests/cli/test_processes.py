@@ -141,7 +141,7 @@ async def test_no_process_outlives_a_supervisor_that_was_killed(shop: Cli, clien
         running.send(signal.SIGKILL)
         done = await running.end()
     assert done.code == -signal.SIGKILL
-    assert done.out.count("the supervisor is gone, so this process stops") == 2
+    assert done.out.count("stopping: the supervisor process has exited") == 2
     assert await client.result_now(submitted.execution_id) == str(pid).encode()
 
 

@@ -114,7 +114,7 @@ async def test_which_capability_keeps_it_waiting(cli: Cli, engine: Engine) -> No
         )
     detail = await as_json(cli, waiting)
     assert detail["summary"] == (
-        "2 live workers serve lane video, but the nearest lacks cuda: "
+        "2 live workers serve lane video, but the best match lacks cuda: "
         "start one with `flowfabric worker module:app --capabilities cuda,gpu`"
     )
     assert detail["why_not_running"]["missing_capabilities"] == ["cuda"]
@@ -132,7 +132,7 @@ async def test_a_running_one_and_a_lost_one(cli: Cli, engine: Engine) -> None:
 async def test_binary_and_long_payloads_are_shortened(cli: Cli, engine: Engine) -> None:
     binary = await engine.create(input_payload=b"\xff\x00" * 500)
     out = await shown(cli, binary)
-    assert "Payload (1,000 bytes, binary, cut; --full shows all)" in out
+    assert "Payload (1,000 bytes, binary, shortened; --full shows all)" in out
     assert "  ff00 ff00" in out
     assert len(max(out.splitlines(), key=len)) < 200
     assert (await as_json(cli, binary, "--full"))["payload"]["preview"].count("ff00") == 500

@@ -91,6 +91,8 @@ async def test_a_question_and_its_answer_are_told(cli: Cli, engine: Engine) -> N
     waits = await Waits.open(engine)
     parked = await waits.park(prompt="Deploy v2?", details={"version": 2})
     execution_id = parked.handle.execution_id
+    now = await cli("tail", execution_id, "--no-follow")
+    assert "── asks: Deploy v2?" in now.err
     async with cli.start("tail", execution_id) as tail:
         await tail.line("── suspended: waits for k (go)")
         await tail.line("── asks: Deploy v2?")

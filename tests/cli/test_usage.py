@@ -136,7 +136,7 @@ def test_the_list_of_commands_says_what_their_own_help_says(name: str) -> None:
         (("cancel", "1", "--lane", "x"), "pass either IDs or options"),
         (("cancel", "--state", "failed"), "cancel is for unfinished executions, not for 'failed'"),
         (("purge", "--state", "active"), "purge is for finished executions, not for 'active'"),
-        (("replay", "--lane", "x", "--expected-replay-count", "1"), "is for one ID"),
+        (("replay", "--lane", "x", "--expected-replay-count", "1"), "needs one ID"),
         (("list",), "No such command 'list'. Did you mean 'ps'?"),
         (("status",), "No such command 'status'. Did you mean 'show'?"),
         (("retry",), "No such command 'retry'. Did you mean 'replay'?"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.docs.markdown import PAGES, ROOT, blocks, name_of, programs, python_blocks
-from tests.docs.scratch import run_python, tracebacks, wait_for_server_end
+from tests.docs.scratch import run_python, running_worker, tracebacks, wait_for_server_end
 
 LANGUAGES = {"python", "console", "text", "ini", "toml"}
 README = ROOT / "README.md"
@@ -36,10 +37,20 @@ def test_every_test_on_a_page_passes(page: Path, tmp_path: Path) -> None:
     assert not (tmp_path / ".flowfabric").exists()
 
 
+@pytest.fixture(scope="module")
+def studio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of the tutorial, with its first worker still running."""
+    folder = tmp_path_factory.mktemp("studio")
+    name, text, _ = programs(TUTORIAL)[0]
+    (folder / name).write_text(text)
+    with running_worker(folder, "studio:app"):
+        yield folder
+    wait_for_server_end(folder / ".flowfabric")
+
+
 @pytest.mark.parametrize("page", OF_PIECES, ids=name_of)
-def test_page(page: Path, tmp_path: Path) -> None:
-    run_python(tmp_path, "-m", "tests.docs.session", str(page))
-    wait_for_server_end(tmp_path / ".flowfabric")
+def test_page_beside_the_worker_of_the_tutorial(page: Path, studio: Path) -> None:
+    run_python(studio, "-m", "tests.docs.session", str(page))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -76,7 +76,11 @@ AGAIN = attempt("beta", "ended_success", "reclaim")
         (Row("x", PublicState.COMPLETED, None, (CUT, AGAIN), "1", ""), ["x"], None),
         (Row("x", PublicState.FAILED, None, (CUT, AGAIN), "", ""), ["x"], "has no result"),
         (Row("x", PublicState.COMPLETED, None, (AGAIN, AGAIN), "1", ""), ["x"], "2 times"),
-        (Row("x", PublicState.COMPLETED, None, (DONE,), "1", ""), ["x"], "but reclaimed were"),
+        (
+            Row("x", PublicState.COMPLETED, None, (DONE,), "1", ""),
+            ["x"],
+            "but the engine reclaimed",
+        ),
         (Row("x", PublicState.COMPLETED, None, (DONE,), "1", ""), [], "held nothing"),
     ],
 )

@@ -135,7 +135,7 @@ async def test_a_result_that_cannot_be_stored_is_no_reason_to_do_the_work_again(
 
     reasons = {
         odd: "odd: the result cannot be written as JSON: cannot encode object",
-        unawaited: "unawaited: the result is a coroutine: await it, and return what it gives",
+        unawaited: "unawaited: the result is a coroutine: await it and return its value",
         lazy: "lazy: the result is a generator: return a list, or write output with `ctx.stream()`",
     }
     async with app, app.worker(scanners=False):

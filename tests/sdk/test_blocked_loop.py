@@ -24,6 +24,7 @@ from tests.support.sdk import config, info, opener, serving, state, submit, unti
 from tests.support.server import TestServer
 
 NEIGHBOURS = 5
+_watch_logger = logging.getLogger("flowfabric.sdk.runtime")
 
 
 @contextlib.asynccontextmanager
@@ -64,15 +65,20 @@ class Block:
         self._released = threading.Event()
         self._reading, self._writing = os.pipe()
         self._handler = logging.StreamHandler(os.fdopen(self._writing, "w"))
+        # The test itself must not wait for a pipe that it empties.
+        own = threading.get_ident()
+        self._handler.addFilter(lambda record: record.thread != own)
         self._logger = logging.getLogger("flowfabric")
         self._reader: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         self._logger.addHandler(self._handler)
+        _watch_logger.addFilter(self._hold_warning)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
+        _watch_logger.removeFilter(self._hold_warning)
         self._logger.removeHandler(self._handler)
         self._handler.stream.close()
         if self._reader is not None:
@@ -95,6 +101,10 @@ class Block:
     def _as(self, how: str) -> Block:
         self.how = how
         return self
+
+    def _hold_warning(self, record: logging.LogRecord) -> bool:
+        """Keep the warning that the loop is blocked until it is not; later lines must follow it."""
+        return record.levelno != logging.WARNING or self._released.wait(30)
 
     def release(self) -> None:
         self._released.set()

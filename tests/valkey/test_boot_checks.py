@@ -116,7 +116,7 @@ def telling(info: str) -> Callable[[list[bytes]], bytes]:
         ("used_memory:3145728\nmaxmemory:0", "memory", Grade.OK, "3 MiB used, no limit set"),
         ("used_memory:89\nmaxmemory:100", "memory", Grade.OK, "0 KiB of 0 KiB used"),
         ("used_memory:90\nmaxmemory:100", "memory", Grade.WARNING, "nearly full"),
-        ("used_memory:100\nmaxmemory:100", "memory", Grade.BROKEN, "no new work is taken"),
+        ("used_memory:100\nmaxmemory:100", "memory", Grade.BROKEN, "the server refuses new work"),
         ("", "memory", Grade.OK, "no limit set"),
         ("role:master\naof_last_write_status:ok", "writes", Grade.OK, "accepted"),
         ("role:slave\nmaster_host:a\nmaster_port:1", "writes", Grade.BROKEN, "replica of a:1"),

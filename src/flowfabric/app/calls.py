@@ -37,7 +37,7 @@ class Arguments:
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self._name = name
         self._signature = inspect.signature(function)
-        hints = _hints(function)
+        hints = _hints(function, name)
         parameters = list(self._signature.parameters.values())
         for position, parameter in enumerate(parameters):
             hint = hints.get(parameter.name)
@@ -80,6 +80,16 @@ class Arguments:
         elif self._fewest <= len(args) <= self._most:
             return args, kwargs
         return self._bind(args, kwargs)
+
+    def normal_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        """The same for every way to write a call: by position as far as possible."""
+        args, kwargs = self.bind(args, kwargs)
+        positional, named = list(args), dict(kwargs)
+        for name in list(self._types)[len(args) : self._most]:
+            if name not in named:
+                break
+            positional.append(named.pop(name))
+        return tuple(positional), named
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """Calls that mix both forms, and calls that do not fit."""
@@ -163,14 +173,15 @@ def _problem(parameter: inspect.Parameter, position: int, hint: Any, is_async: b
     return f"{kind} function takes a {right.__name__}. {way}{otherwise}."
 
 
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+def _hints(function: Callable[..., Any], name: str) -> dict[str, Any]:
     while isinstance(function, functools.partial):
         function = cast("functools.partial[Any]", function).func
     try:
         return get_type_hints(function, include_extras=True)
-    except NameError as error:
-        problem = f"an annotation of {function!r} cannot be resolved: {error}"
-        raise ConfigError("task", problem) from error
+    except (NameError, AttributeError) as error:
+        # Also what is imported only for type checkers.
+        problem = f"an annotation cannot be resolved: {error}. Import or define it before the task"
+        raise ConfigError("task", f"{name}(): {problem}.") from error
 
 
 def scoped_key(kind: str, key: str) -> str:

@@ -72,7 +72,7 @@ class HandlerInfo:
 
     @property
     def attempt(self) -> int:
-        """1 for the first attempt; a retry or a reclaim counts up, a resume does not."""
+        """The number of this attempt, from 1. A retry or a reclaim adds one, a resume does not."""
         return self._task.attempt_index + 1
 
     @property
@@ -190,7 +190,7 @@ class SyncOutputStream(SyncTwin[OutputStream]):
 
 
 class Context(HandlerInfo):
-    """The first parameter of an `async def` handler that asks for it.
+    """The context of an `async def` handler that annotates its first parameter with it.
 
     >>> @app.task
     ... async def reindex(ctx: Context, name: str) -> int:
@@ -252,7 +252,7 @@ class Context(HandlerInfo):
         The handler stops here. When a signal arrives it starts again from its beginning, and
         waits that were answered return at once. `signals` limits which names count. After
         `timeout` it raises `WaitTimeout`, or returns `default` with `on_timeout="default"`.
-        `prompt` and `details` tell people what they are asked.
+        `prompt` and `details` describe the question to people.
 
         >>> verdict = await ctx.wait_for("approval", prompt="Deploy v2?", timeout="24h")
         """
@@ -335,7 +335,7 @@ class Context(HandlerInfo):
 
 
 class SyncContext(SyncTwin[Context], HandlerInfo):
-    """The first parameter of a `def` handler that asks for it: `Context` without `await`.
+    """`Context` without `await`, for a `def` handler that annotates its first parameter with it.
 
     Its operations block the handler's thread.
 

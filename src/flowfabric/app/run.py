@@ -86,14 +86,14 @@ class Run(Generic[R_co]):
         self._returns = returns
         self._name = name
         self.duplicate = duplicate
-        """Whether the id or idempotency key was already taken: this is the earlier execution."""
+        """Whether `submit` found an earlier execution with this id or idempotency key."""
 
     @property
     def id(self) -> ExecutionId:
-        """The execution's id. A handle on the start of an id learns it with its first call."""
+        """The execution's id. If you made the handle from a prefix, the first call looks it up."""
         if isinstance(self._name, ExecutionId):
             return self._name
-        problem = f"{self._name.text!r} was not looked up yet. Await run.state() or another call."
+        problem = f"{self._name.text!r} is not looked up yet. Await run.state() or another call."
         raise invalid_input("id", problem)
 
     async def _connect(self) -> Client:
@@ -108,11 +108,11 @@ class Run(Generic[R_co]):
         return await (await self._connect()).backend.reads.read_execution_state(self.id)
 
     async def info(self) -> ExecutionInfo:
-        """Everything that operators see."""
+        """The details of the execution: times, attempts, failure, lane, priority and more."""
         return await (await self._connect()).backend.reads.read_execution_info(self.id)
 
     async def wait(self, timeout: Duration | None = None) -> Outcome:
-        """Wait until it has ended, in whatever state."""
+        """Wait until the execution has ended, whatever its outcome."""
         return await (await self._connect()).wait(self.id, timeout)
 
     async def result(self, timeout: Duration | None = None) -> R_co:
@@ -127,7 +127,7 @@ class Run(Generic[R_co]):
         return decoded_result(self._kind, self.id, *stored, self._returns)
 
     async def cancel(self, reason: str = "") -> None:
-        """Cancel it; a running handler stops at its next lease renewal."""
+        """Cancel the execution; a running handler stops when its lease is next renewed."""
         if not isinstance(reason, str):
             raise invalid_input("reason", f"must be text, got {type(reason).__name__}")
         await (await self._connect()).cancel(self.id, reason)
@@ -235,11 +235,11 @@ class SyncRun(SyncTwin[Run[R_co]], Generic[R_co]):
     def __init__(self, target: Run[R_co], caller: Caller) -> None:
         super().__init__(target, caller)
         self.duplicate = target.duplicate
-        """Whether the id or idempotency key was already taken: this is the earlier execution."""
+        """Whether `submit` found an earlier execution with this id or idempotency key."""
 
     @property
     def id(self) -> ExecutionId:
-        """The execution's id. A handle on the start of an id learns it with its first call."""
+        """The execution's id. If you made the handle from a prefix, the first call looks it up."""
         return self._target.id
 
     state = blocking(Run[R_co].state)

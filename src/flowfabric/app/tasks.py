@@ -153,7 +153,7 @@ class Task(Generic[P, R_co]):
         if not _checked_key(self.name, key):
             return new
         if self._arguments is not None:
-            args, kwargs = self._arguments.bind(args, kwargs)
+            args, kwargs = self._arguments.normal_form(args, kwargs)
         return msgspec.structs.replace(
             new,
             idempotency_key=scoped_key(self.name, key),
@@ -380,7 +380,7 @@ def _is_object(given: object) -> bool:
 
 _STREAMS = "a generator has no result to store: return a list, or write output with `ctx.stream()`"
 _NOT_TASKS: tuple[tuple[Callable[[object], bool], str], ...] = (
-    (lambda given: isinstance(given, Task), "is a task already"),
+    (lambda given: isinstance(given, Task), "is already a task"),
     (inspect.isgeneratorfunction, _STREAMS),
     (inspect.isasyncgenfunction, _STREAMS),
     (inspect.isclass, "is a class: decorate a function that makes or uses it"),

@@ -25,7 +25,7 @@ Names = str | Collection[str] | None
 
 
 class WaitOptions(TypedDict, total=False):
-    """What a wait tells people. It changes nothing about what ends the wait."""
+    """What a wait shows to people. It has no effect on what ends the wait."""
 
     prompt: str | None
     """What is asked, at most 1,024 bytes; `flowfabric waiting` shows it."""

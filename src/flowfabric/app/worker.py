@@ -250,7 +250,7 @@ def _unwritable(result: object) -> str | None:
     """The likely mistake behind a result that is not a value."""
     if inspect.iscoroutine(result):
         result.close()
-        return "result is a coroutine: await it, and return what it gives"
+        return "result is a coroutine: await it and return its value"
     if inspect.isgenerator(result) or inspect.isasyncgen(result):
         return "result is a generator: return a list, or write output with `ctx.stream()`"
     return None

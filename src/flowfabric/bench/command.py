@@ -18,36 +18,37 @@ Scenario = Literal[
 _HELP = """Measure this machine on a private, temporary Valkey.
 
 \b
-lifecycle  submit_many, then one worker runs a no-op for each:
-           n / (submit time + process time). No worker runs while submitting;
-           processing is from the first handler to the last completion.
-           --unbatched: a submit call carries one execution and a claim takes
-           one, with 64 callers and a worker process of 64 slots at the same
-           time: n / time of the whole. serial_per_s is the same with one
-           caller and one slot, where the machine's round trip (ping_us) counts.
-floor      the same transitions as raw batched calls, prepared beforehand
-latency    idle worker process: submit to handler start and to result seen
-memory     bytes of an execution with a 200-byte payload in each state
-idle       commands of 1 and of 100 idle workers; what 100 cost a submitter
-           on another lane, and on its lane but unable to take the work,
-           against a second server without workers, in turns
-backlog    one claim at a time with a thousand and with n waiting, in turns
-recovery   kill -9 of a worker until its n executions run in another
-           process, lease 2 s; it did or did not also run the scanners
-resume     idle worker process: signal to the waiting handler having it, one
-           at a time; then n that wait at once: n / time until all have ended
-stream     n frames of one task and of ten, all stored; a frame until the tail
-           of its stream has it, one tail and 100 on 100 streams; calls beside
-           100 waiting tails against calls beside one, in turns
-tokens     n forged, cut, altered and misplaced waitpoint tokens are tried
-chain      idle worker process: submit of a flow of ten members, one after the
-           other, until it has finished, n / 10 times; then n flows, submitted
-           and run at the same time: n / time of the whole
-fanout     a member that 1,000 wait for completes, until all of them can run;
-           then the whole flow of 1,002 members in a worker process; n times
-cancel     n flows of 1,002 waiting members: members / time until all are
-           cancelled; one of 10, 100 and 1,000 running siblings completes,
-           until a join that needs only one has cancelled the others
+lifecycle  Submits n executions, then one worker runs a no-op for each. The
+           figure is n / (submit time + process time); processing lasts from
+           the first handler to the last completion. With --unbatched, each
+           call submits or claims one execution, with 64 callers and a worker
+           process of 64 slots at the same time: n / total time. serial_per_s
+           is the same with one caller and one slot, where the round trip
+           (ping_us) matters.
+floor      The same state changes as raw batched calls, prepared in advance.
+latency    From submit to handler start and to result, on an idle worker.
+memory     Bytes per execution in each state, with a 200-byte payload.
+idle       Commands per second of 1 and of 100 idle workers. How much 100 idle
+           workers slow down a submitter: on another lane, and on its own lane
+           but unable to run its work. Compared with a server without workers.
+backlog    The time of a claim with a thousand and with n executions waiting.
+recovery   From kill -9 of a worker until its n executions run in another
+           process, with a lease of 2 s: once for a worker that also runs the
+           scanners, once for one that does not.
+resume     From signal to resumed handler on an idle worker, one at a time.
+           Then n executions wait, and all are signalled at once.
+stream     Stored frames per second of one task and of ten. The time until a
+           reader has a frame, with 1 and with 100 readers. How much 100
+           waiting readers slow down other calls.
+tokens     Tries n waitpoint tokens that are forged, cut, altered or misplaced.
+chain      Submits one flow of ten members at a time to an idle worker and waits
+           until it has finished, n / 10 times. Then submits n flows while the
+           worker runs them: n / total time.
+fanout     From the completion of a member until the 1,000 members that wait
+           for it can run. Then a whole flow of 1,002 members; n times each.
+cancel     Members cancelled per second in n flows of 1,002 waiting members.
+           From the completion of one of 10, 100 and 1,000 running siblings
+           until a join that needs only one has cancelled the others.
 """
 
 
@@ -59,25 +60,25 @@ def bench(
         typer.Option(
             "--n",
             min=1,
-            help="Executions, frames, tokens or flows; each scenario has its own default.",
+            help="How many executions, frames, tokens or flows. Defaults vary by scenario.",
         ),
     ] = None,
     aof: Annotated[Aof, typer.Option(help="The server's append-only file.")] = "no",
     repeat: Annotated[
-        int | None, typer.Option(min=1, help="Runs; the median one is reported.")
+        int | None, typer.Option(min=1, help="How many runs; reports the median run.")
     ] = None,
     unbatched: Annotated[
         bool,
         typer.Option("--unbatched", help="lifecycle: one execution per submit call and per claim."),
     ] = False,
     with_floor: Annotated[
-        bool, typer.Option("--with-floor", help="lifecycle: measure the floor too, and the ratio.")
+        bool, typer.Option("--with-floor", help="lifecycle: also measure the floor and the ratio.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     for given, name in ((unbatched, "--unbatched"), (with_floor, "--with-floor")):
         if given and scenario != "lifecycle":
-            raise typer.BadParameter(f"{name} belongs to the lifecycle scenario")
+            raise typer.BadParameter(f"{name} is only for the lifecycle scenario")
     # Engine, event loop and tables are loaded for a run only: `flowfabric --help` stays quick.
     import uvloop  # noqa: PLC0415
     from rich.console import Console  # noqa: PLC0415

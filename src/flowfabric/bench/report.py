@@ -57,7 +57,7 @@ _MEANING = {
     "lifecycle_per_s": ("whole lifecycles", "/s"),
     "callers": ("submitting callers, and slots of the worker", ""),
     "serial_per_s": ("whole lifecycles, one caller and one slot", "/s"),
-    "ping_us": ("one PING and its answer, one caller", "µs"),
+    "ping_us": ("one PING round trip, one caller", "µs"),
     "claim_per_s": ("claimed", "/s"),
     "complete_per_s": ("completed", "/s"),
     "floor_per_s": ("floor: raw batched calls", "/s"),
@@ -69,15 +69,15 @@ _MEANING = {
     "bytes_waiting": ("one waiting execution", "bytes"),
     "bytes_active": ("one running execution", "bytes"),
     "bytes_finished": ("one finished execution", "bytes"),
-    "bytes_feed": ("event feed of the partition, in all", "bytes"),
+    "bytes_feed": ("event feed of the partition, in total", "bytes"),
     "feed_entries": ("entries in that feed", ""),
     "commands_per_s": ("one idle worker", "commands/s"),
     "commands_per_s_100": ("100 idle workers", "commands/s"),
-    "submit_slowdown_pct": ("submitter beside 100 idle workers of another lane", "% slower"),
-    "submit_slowdown_same_lane_pct": ("… of its lane that cannot take the work", "% slower"),
+    "submit_slowdown_pct": ("submitter with 100 idle workers on another lane", "% slower"),
+    "submit_slowdown_same_lane_pct": ("… on its lane that cannot run the work", "% slower"),
     "claim_ms_1e3": ("claim, a thousand waiting", "ms"),
     "claim_ms_1e6": ("claim, n waiting", "ms"),
-    "ratio_p99": ("99 % with n waiting : with a thousand", ""),
+    "ratio_p99": ("99th percentile, n waiting / a thousand waiting", ""),
     "recovery_s": ("killed worker also ran the scanners", "s"),
     "recovery_follower_s": ("killed worker did not", "s"),
     "lease_ttl_s": ("lease of the killed worker", "s"),
@@ -85,9 +85,9 @@ _MEANING = {
     "per_s": ("many at once", "/s"),
     "frames_per_s": ("frames of one task", "/s"),
     "frames_per_s_10": ("frames of ten tasks", "/s"),
-    "lag_ms": ("written → in the tail, one tail", "ms"),
-    "lag_ms_100": ("… beside 99 other tails", "ms"),
-    "call_slowdown_pct": ("other calls while 100 tails wait", "% slower"),
+    "lag_ms": ("written → read, one reader", "ms"),
+    "lag_ms_100": ("… with 99 other readers", "ms"),
+    "call_slowdown_pct": ("other calls while 100 readers wait", "% slower"),
     "flows_per_s": ("flows of ten members", "/s"),
     "chain ms": ("one flow, submitted → finished", "ms"),
     "flow_server_us": ("server CPU per flow", "µs"),
@@ -102,7 +102,7 @@ _MEANING = {
     "accepted": ("forged tokens accepted", ""),
 }
 
-_PERCENTILES = {"p50_": ", median", "p99_": ", 99 %"}
+_PERCENTILES = {"p50_": ", median", "p99_": ", 99th percentile"}
 _ABOUT = ("scenario", "n", "aof", "repeat")
 
 

@@ -29,7 +29,7 @@ _LISTED_JSON = 100
 _REASONS = {
     "execution_not_active": "it has finished",
     "execution_not_terminal": "it has not finished; cancel it first, or wait",
-    "replay_not_allowed": "it was replayed meanwhile",
+    "replay_not_allowed": "it has been replayed in the meantime",
 }
 _FINISHED = ("completed", "failed", "cancelled", "expired", "skipped")
 
@@ -216,7 +216,7 @@ def _print_summary(found: int, change: Change, tally: Tally) -> None:
     screen = Screen()
     screen.line(f"{change.done.capitalize()} {tally.changed:,} of {plural(found, 'execution')}.")
     if tally.skipped:
-        screen.line(f"{tally.skipped:,} changed meanwhile and no longer matched.")
+        screen.line(f"{tally.skipped:,} skipped: changed in the meantime, no longer matching.")
     for kind in tally.refused.values():
         screen.line((f"{kind.count:,} refused", "yellow"), f": {kind.code}: {kind.message}")
         for execution_id in kind.execution_ids[:_LISTED]:

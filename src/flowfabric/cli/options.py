@@ -112,7 +112,7 @@ Id = Annotated[str, argument("ID", _ID)]
 OptionalId = Annotated[str | None, argument("ID", _ID)]
 OptionalIds = Annotated[list[str] | None, argument("ID", _ID)]
 FlowId = Annotated[str, argument("ID", "The flow id, or its first characters.")]
-_URL = "The Valkey to use: valkey://host:port, unix://path, … Overrides FF_URL."
+_URL = "The server's address, such as valkey://host:port or unix://path. Overrides FF_URL."
 Url = Annotated[str | None, value("URL", _URL, "--url", parser=partial(checked, _check_url))]
 parse_namespace = partial(checked, validate_namespace)
 Namespace = Annotated[
@@ -122,7 +122,7 @@ parse_lane = partial(checked, validate_lane)
 Lane = Annotated[str | None, value("NAME", "Only this lane.", parser=parse_lane)]
 Tags = Annotated[
     list[str] | None,
-    value("KEY=VALUE", "Only with this tag. Repeat it for several tags.", parser=parse_tag),
+    value("KEY=VALUE", "Only executions with this tag. Repeatable.", parser=parse_tag),
 ]
 Limit = Annotated[int, value("N", "Show at most N executions.", min=1)]
 Payload = Annotated[
@@ -130,7 +130,7 @@ Payload = Annotated[
 ]
 By = Annotated[str | None, value("NAME", "Who makes the change. Default: your user name.", "--as")]
 Yes = Annotated[bool, flag("--yes -y", "Do not ask for confirmation.")]
-DryRun = Annotated[bool, flag("--dry-run", "Only count what the command would change.")]
+DryRun = Annotated[bool, flag("--dry-run", "Count the executions, but change nothing.")]
 Json = Annotated[bool, flag("--json", "Print JSON.")]
 
 

@@ -60,7 +60,7 @@ class Member(msgspec.Struct, frozen=True):
         with contextlib.suppress(OSError):
             asked = self.link.recv(1)
         if not asked:
-            text = "the supervisor is gone, so this process stops"
+            text = "stopping: the supervisor process has exited"
             log_always(logging.WARNING, text, action="supervisor_gone")
         stop(asked[0] if asked else signal.SIGTERM)
 

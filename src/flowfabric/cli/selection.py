@@ -11,6 +11,7 @@ from flowfabric.core.state import PublicState
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.reads import Filter
 
+_OLDER = "Only executions that finished (or, if unfinished, were created) longer ago."
 STATES = [state.value for state in PublicState if state is not PublicState.RESUMABLE]
 
 
@@ -73,7 +74,7 @@ def select(
     tag: options.Tags = None,
     older_than: Annotated[
         float | None,
-        options.duration("Only if it finished (or, if unfinished, was created) longer ago."),
+        options.duration(_OLDER),
     ] = None,
 ) -> Selection:
     """The options of every command that selects executions."""

@@ -54,7 +54,7 @@ class Annotation:
                 return self._use_pydantic()
             if "union" in problem:
                 return f"has types that JSON cannot tell apart: {problem}. {_UNION}."
-            return f"cannot be carried: {problem}. {_INSTEAD}."
+            return f"is not supported: {problem}. {_INSTEAD}."
         parts = _parts(info)
         self.convert = partial(msgspec.convert, type=self.hint)
         if any(isinstance(part, (inspect.CustomType, inspect.DictType)) for part in parts):
@@ -67,7 +67,7 @@ class Annotation:
             # Bytes outside of models are written as base64.
             adapter = pydantic.TypeAdapter(self.hint, config={"val_json_bytes": "base64"})
         except pydantic.PydanticUserError as error:
-            return f"cannot be carried: {error.message}. {_INSTEAD}."
+            return f"is not supported: {error.message}. {_INSTEAD}."
         self.convert = partial(_validated, adapter.validate_json)
         self._known_to_msgspec = False
         return ""
@@ -212,4 +212,4 @@ def _problem_of_class(kind: type[Any]) -> str:
         "collections.abc",
     ):
         instead = "Use list instead"
-    return f"contains {kind.__name__}, which cannot be carried. {instead}."
+    return f"contains {kind.__name__}, which is not supported. {instead}."

@@ -47,15 +47,15 @@ summary_not_found T This attempt wrote no summary frames.
 waitpoint_token_not_found T The waitpoint is unknown, closed or belongs to another execution.
 rotation_not_found T Check the rotation id; records are kept for 24 hours.
 scanner_not_found T Check the scanner name against the list of scanners.
-no_eligible_execution E Nothing is waiting here; ask again later.
+no_eligible_execution E No work is waiting here; try again later.
 stream_not_found E The attempt wrote no output.
 # validation 400
 invalid_input T Correct the named field and call again.
 invalid_cursor T Start again without a cursor, or pass the one returned last, unchanged.
 invalid_policy_json T Correct the named policy field and submit again.
-invalid_capabilities T Give a list such as ["gpu"]; no commas, spaces or controls, no prefix task:.
+invalid_capabilities T Pass a list such as ["gpu"], without commas, spaces or the prefix task:.
 invalid_tag_key T Name tags like app.name: lower case, digits, underscores, a dot; not ff.name.
-partition_mismatch T Use the stored partition counts; mint a member's id for its flow.
+partition_mismatch T Use the stored partition counts; create a member's id for its flow.
 payload_too_large T Store the data elsewhere and pass a reference, or raise the limit.
 fence_required T Pass the lease fence of the claimed task.
 partial_fence_triple T Pass lease_id, lease_epoch and attempt_id together.
@@ -73,7 +73,7 @@ invalid_token T Pass the token exactly as it was handed out for this waitpoint.
 token_expired T Fetch a new token for the waitpoint; its signing key was retired.
 tag_limit_exceeded T Use fewer or shorter tags; store the data elsewhere and tag a reference.
 batch_too_large T Send fewer items or fewer bytes per call.
-lane_limit_exceeded T Reuse a lane; one that stays empty makes room within a quarter of an hour.
+lane_limit_exceeded T Reuse a lane; a lane that stays empty is removed within 15 minutes.
 signal_limit_exceeded T Send fewer signals, or raise max_signals_per_execution in the policy.
 signal_bytes_exceeded T Store the data elsewhere and send a reference with the signal.
 waitpoint_limit_exceeded T Reuse waitpoints, or split the work into child executions.
@@ -100,7 +100,7 @@ execution_not_reclaimable I Skip it: its lease is alive or it has finished.
 no_active_lease I Nothing to revoke: nobody holds a lease.
 use_claim_resumed_execution R Claim it with claim_resumed_execution.
 not_a_resumed_execution R Claim it with claim_execution.
-execution_being_deleted R The id was used before and its data is large; repeat at once.
+execution_being_deleted R Old data of this id is still being deleted; repeat the call.
 execution_not_leaseable R Ask for other work.
 lease_conflict R Ask for a new grant.
 invalid_claim_grant R Ask for a new grant.
@@ -129,7 +129,7 @@ lease_expired T Stop work: the lease ran out before it was renewed.
 lease_revoked T Stop work: an operator revoked the lease.
 execution_not_terminal T Wait until the execution finishes, or cancel it.
 max_replays_exhausted T Submit a new execution, or raise max_replay_count in the policy.
-replay_not_allowed T It was replayed as often as the detail says, not as expected: read it again.
+replay_not_allowed T The replay count is not the expected one; read the execution again.
 max_retries_exhausted T The reclaim cap was reached and the execution failed; replay it if wanted.
 lane_not_accepting T Submit to another lane, or set this lane to active.
 attempt_not_started T Claim the execution first.
@@ -153,13 +153,13 @@ not_blocked_by_deps I The execution waits for no dependency.
 deps_not_satisfied I Dependencies are still open.
 budget_exceeded C Stop spending: finish, fail or suspend the execution as the budget says.
 budget_soft_exceeded I Spending passed the soft limit; work may continue.
-cursor_expired T/410 Events after this cursor were trimmed; resume from the oldest, re-read state.
+cursor_expired T/410 Events after this cursor were trimmed; resume from the oldest event.
 resume_condition_not_met I More signals are needed.
 ok_already_applied I The call was applied before; nothing to do.
 stream_already_closed I The stream is closed; nothing to do.
 budget_override_not_allowed T This budget does not allow an override.
 # limit 429
-rate_limit_exceeded R Wait for the window to move on.
+rate_limit_exceeded R Wait until the current rate window has passed.
 concurrency_limit_exceeded R Wait until running work of this quota finishes.
 signature_limit_exceeded R Use fewer different sets of required capabilities on this lane.
 resource_exhausted R Wait for the given time and repeat, or raise the pool's limit.
@@ -171,7 +171,7 @@ invariant_violation B Report this with the message: the engine contradicted itse
 # corruption 500
 corruption T Stored data is unreadable; inspect the named field before repairing it.
 # key_store 503
-hmac_secret_not_initialized T Seed the waitpoint secret, or restart the server so that it does.
+hmac_secret_not_initialized T Set FF_WAITPOINT_HMAC_SECRET and run `flowfabric doctor --prepare`.
 invalid_secret T The stored signing secret is broken; rotate to a new key.
 # availability 503
 unavailable T This backend or build lacks the operation, or it is shutting down.
@@ -255,16 +255,16 @@ _FAULTS = """
 transport P Check that Valkey is reachable.
 protocol T Check that the address is a Valkey server and not a proxy or another service.
 timeout P Valkey did not answer in time; check its load, or raise the deadline.
-auth T Check user, password and ACL of the connection.
+auth T Check the user name, the password and the ACL.
 cluster P The cluster is moving slots or is down; retry shortly.
 busy_loading P Valkey is loading its data; retry shortly.
-script_not_loaded T The function library is missing and could not be loaded; run doctor.
-other T Look at the server's message and log.
+script_not_loaded T The function library is missing and did not load; run `flowfabric doctor`.
+other T Check the server's message and its log.
 out_of_memory R Valkey is at maxmemory; free memory or raise the limit, then retry.
 read_only P This node is a replica; a failover may be under way, retry shortly.
 busy_script P A long script blocks Valkey; retry shortly.
-cannot_persist R Valkey cannot write its disk and so refuses writes; free space on it.
-no_replicas P Too few replicas are in step (min-replicas-to-write); retry when they are.
+cannot_persist R Valkey cannot write to its disk, so it refuses writes; free some space.
+no_replicas P Too few replicas are in sync (min-replicas-to-write); retry when they are.
 """
 
 FAULT_KINDS: dict[str, FaultKind] = {

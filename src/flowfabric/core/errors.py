@@ -38,7 +38,7 @@ class ConfigError(FlowFabricError):
 
 
 class WorkerAtCapacity(FlowFabricError):
-    """The worker holds as many tasks as it may. Claim again when one has finished."""
+    """The worker already runs as many tasks as it may. Claim again when one has finished."""
 
     code = "worker_at_capacity"
 
@@ -367,7 +367,7 @@ class ReplyError(TransportError):
     def hint(self) -> str:
         if self.ambiguous:
             return super().hint
-        return "Processes of different versions share this server; bring them to one version."
+        return "Different versions of FlowFabric use this server; run one version everywhere."
 
 
 class UnknownCodeError(ReplyError):

@@ -58,7 +58,11 @@ class LeaderElection:
             try:
                 pause = await self._step()
             except EngineError as error:
-                log.debug("leader lease failed: %s", error, extra={"action": "leader_unreadable"})
+                log.debug(
+                    "cannot renew the leader lease: %s",
+                    error,
+                    extra={"action": "leader_unreadable"},
+                )
                 pause = _RETRY_S
             await wait_until(stop, pause)
 

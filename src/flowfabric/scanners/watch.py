@@ -49,7 +49,7 @@ class TerritoryMap:
         except CorruptionError as error:
             if not self._is_damaged:
                 extra = {"action": "registry_unreadable", "error": str(error)}
-                message = "a registry cannot be read, scanners use what they read before: %s"
+                message = "cannot read a registry; scanners use what they read before: %s"
                 log.warning(message, error, extra=extra)
             self._is_damaged = True
             return self._current

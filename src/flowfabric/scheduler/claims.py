@@ -45,7 +45,7 @@ async def give_back(backend: Backend, handles: Iterable[Handle], pause_s: float 
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     for error in failed:
-        log.debug("lease not given back: %s", error)
+        log.debug("could not release a lease: %s", error)
     return len(outcomes) - len(failed)
 
 
@@ -245,9 +245,9 @@ class WorkerClaims(Generic[T]):
                     if room and error.ambiguous:
                         self._note_unanswered(lane_id, tag, request_id, since)
                     raise
-                if not self.outage.noticed(error, "results not stored"):
+                if not self.outage.noticed(error, "cannot store results"):
                     extra = {"action": "complete_delayed"}
-                    log.warning("results not stored, trying again: %s", error, extra=extra)
+                    log.warning("cannot store results, trying again: %s", error, extra=extra)
             else:
                 self.outage.ended()
                 if not room:
@@ -395,7 +395,7 @@ class ClaimLoop(Generic[T]):
                     self._rung.update(places)
                 places = places or await self._sweep()
             except EngineError as error:
-                log.debug("doorbell lost: %s", error)
+                log.debug("lost the connection of the doorbell: %s", error)
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, _LAST_LISTEN_PAUSE_S)
                 places = [(lane.lane_id, lane.home) for lane in self._lanes]
@@ -418,7 +418,7 @@ class ClaimLoop(Generic[T]):
             try:
                 places = [*await self._sweep(), *await self._doorbell.peek()]
             except EngineError as error:
-                log.debug("doorbell not looked at: %s", error)
+                log.debug("could not check the doorbell: %s", error)
                 continue
             for lane_id, tag in places:
                 self._lanes[lane_id].add(tag)
@@ -452,7 +452,7 @@ class ClaimLoop(Generic[T]):
         try:
             return await self._backend.wakeups.ring_waiting({tag: [lane_id]}) > 0
         except EngineError as error:
-            log.debug("ring not passed on: %s", error)
+            log.debug("could not pass on a ring: %s", error)
             return False
 
 

@@ -242,13 +242,13 @@ class HeldAttempt:
             if self.held.alive and self._landing is None:
                 await self._owner.backend.executions.delay(self.handle, 1)
         except errors.EngineError as error:
-            log.debug("lease of %s not given back: %s", self.execution_id, error)
+            log.debug("could not release %s: %s", self.execution_id, error)
         finally:
             self.finish("discard")
 
 
 def warn_dropped(execution_id: ExecutionId) -> None:
-    """Log that a task went away without an end."""
+    """Log that a task was dropped without being completed, failed or released."""
     extra = {"action": "task_dropped", "execution_id": execution_id}
     text = "%s dropped without terminal operation — lease will expire"
     log.warning(text, execution_id.short, extra=extra)

@@ -353,7 +353,7 @@ class Client(FlowCalls, Subscriptions):
         raise run_error(info)
 
     async def cancel(self, execution_id: ExecutionId, reason: str = "") -> executions.Cancelled:
-        """Cancel from any phase; a running handler learns of it with its next renewal."""
+        """Cancel in any state; a running handler stops when its lease is next renewed."""
         return await self.backend.executions.cancel_execution(execution_id, reason)
 
     async def read_context(self, execution_id: ExecutionId) -> executions.ExecutionContext | None:
@@ -385,7 +385,7 @@ class Client(FlowCalls, Subscriptions):
         found = await self._find(execution_id, waitpoint)
         token = await self.backend.signals.read_waitpoint_token(execution_id, found.waitpoint_id)
         if token is None:
-            raise NotFoundError("waitpoint_not_found", f"{waitpoint!r} was closed meanwhile")
+            raise NotFoundError("waitpoint_not_found", f"{waitpoint!r} was closed in the meantime")
         return await self.backend.signals.deliver_signal(
             *(execution_id, found.waitpoint_id, token, signal_name),
             source_identity=by,
@@ -451,7 +451,7 @@ class Client(FlowCalls, Subscriptions):
         after: str = "0-0",
         visibility: streams.Visibility = "all",
     ) -> Tail:
-        """Output as it comes, over retries and reclaims, until the execution has ended.
+        """The output as it arrives, across retries and reclaims, until the execution has ended.
 
         `after` is a position in the output of the first attempt that is read.
 

@@ -157,7 +157,7 @@ def _for_worker(info: ExecutionInfo, why: WhyWaiting) -> str:
         option = f"--capabilities {','.join(needs)}"
     if why.live_workers and why.missing_capabilities:
         lacks = ", ".join(why.missing_capabilities)
-        problem = f"{_serve(why.live_workers)} lane {lane}, but the nearest lacks {lacks}"
+        problem = f"{_serve(why.live_workers)} lane {lane}, but the best match lacks {lacks}"
     return f"{problem}: start one with `flowfabric worker module:app {option}`"
 
 

@@ -43,7 +43,7 @@ class RunSummary(msgspec.Struct):
     retried: int = 0
     """Attempts that failed and will be repeated."""
     released: int = 0
-    """Attempts that were given back and resume later, here or elsewhere."""
+    """Attempts that were released and resume later, here or elsewhere."""
     cancelled: int = 0
     """Attempts that ended because their execution was cancelled."""
     abandoned: int = 0
@@ -85,7 +85,7 @@ class Endings:
                 text = "succeeded"
                 self.summary.completed += 1
             case "fail":
-                level, text = logging.WARNING, "failed: its handler said so"
+                level, text = logging.WARNING, "failed by its handler"
                 self.summary.failed += 1
             case "cancel":
                 level, text = logging.INFO, "cancelled by its handler"
@@ -130,7 +130,7 @@ class Endings:
         if task.finished_by is not None:
             # The handler ended its task and then raised: its own call stands.
             if not _has_parked(error):
-                text = f"raised after it had ended: {failure.log_message}"
+                text = f"raised an exception after it had ended: {failure.log_message}"
                 log_task(logging.ERROR, "late_failure", task, text, cause=failure.exc_info)
             self.count(task)
             return

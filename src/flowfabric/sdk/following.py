@@ -1,4 +1,4 @@
-"""Following events and output as they come, through outages of the server."""
+"""Following events and output as they arrive, even through outages of the server."""
 
 import asyncio
 import contextlib
@@ -118,7 +118,7 @@ class SyncEventFeed(SyncTwin[EventFeed[T]], Closing, Iterator[T | CorruptionErro
 
 
 class Tail(AsyncIterator[StreamedFrame]):
-    """Iterates over the frames of an execution as they come, through retries and reclaims.
+    """Iterates over the frames of an execution as they arrive, across retries and reclaims.
 
     Ends when the execution has ended and its last output was read. Pass `attempt` and `position`
     to a later tail to continue there. `closed_reason` says how the last attempt's output ended.
@@ -157,7 +157,7 @@ class Tail(AsyncIterator[StreamedFrame]):
 
     @property
     def closed_reason(self) -> str | None:
-        """How the output of the attempt ended; None while it may go on."""
+        """How the output of the attempt ended; None while it is open."""
         return None if self._follower is None else self._follower.closed_reason
 
     async def __anext__(self) -> StreamedFrame:

@@ -84,7 +84,7 @@ class LeaseKeeper(LoopThread):
     loses no lease. A lost lease is reported once, from the keeper's thread.
     """
 
-    crashed = "the lease keeper ended, leases will run out", "lease_keeper_crashed"
+    crashed = "the lease keeper stopped; leases will expire", "lease_keeper_crashed"
 
     def __init__(self, connect: Connect, lease_ttl_ms: int, outage: Outage | None = None) -> None:
         super().__init__("ff-lease-keeper")
@@ -225,10 +225,10 @@ class LeaseKeeper(LoopThread):
         except EngineError as error:
             answers = [error] * len(batch)
         except TimeoutError:
-            answers = [TransportError("timeout", "no answer while the lease lasted")] * len(batch)
+            answers = [TransportError("timeout", "no reply before the lease expired")] * len(batch)
         except Exception as error:
             # A bug here must not end the renewal of the other leases.
-            log.exception("renewal broke", extra={"action": "renewal_broke"})
+            log.exception("cannot renew leases", extra={"action": "renewal_broke"})
             answers = [TransportError("other", str(error))] * len(batch)
         for held, answer in zip(batch, answers, strict=True):
             held.renewing = False
@@ -253,12 +253,12 @@ class LeaseKeeper(LoopThread):
             self._lose(held, error.code, CANCELLED if is_cancelled(error) else str(error))
         elif now >= held.deadline:
             self._lose(held, "lease_expired", f"no renewal succeeded in time: {error}")
-        elif not self._outage.noticed(error, "lease not renewed"):
+        elif not self._outage.noticed(error, "cannot renew a lease"):
             extra: dict[str, object] = {"action": "renewal_failed", "error": str(error)}
             extra["execution_id"] = held.handle.execution_id
             extra["consecutive_failures"] = held.failures
             short = held.handle.execution_id.short
-            log.warning("lease of %s not renewed, trying again: %s", short, error, extra=extra)
+            log.warning("cannot renew the lease of %s, trying again: %s", short, error, extra=extra)
 
     def _lose(self, held: HeldLease, code: str, reason: str) -> None:
         held.lost_code = code
@@ -267,4 +267,4 @@ class LeaseKeeper(LoopThread):
             if (watcher := held.watcher()) is not None:
                 watcher.lease_is_lost(code, reason)
         except Exception:
-            log.exception("lease loss not delivered", extra={"action": "lease_loss_undelivered"})
+            log.exception("cannot report a lost lease", extra={"action": "lease_loss_undelivered"})

@@ -143,7 +143,7 @@ class WorkerRuntime:
         on_shutdown: FailOrRelease = "release",
         until_idle: Callable[[], Awaitable[int]] | None = None,
     ) -> RunSummary:
-        """Serve until `stop()`; then wait up to `grace_s` and give back what still runs.
+        """Serve until `stop()`; then wait up to `grace_s` and release what still runs.
 
         With `until_idle`, which runs due timers and returns their number, serve until nothing is
         left that can run now. Only an error that no retry can cure, such as a wrong password, ends
@@ -215,7 +215,7 @@ class WorkerRuntime:
             return
         if not task.held.alive:
             # The claim's reply waited too long, for instance for code that blocked the loop.
-            self._endings.abandon(task, LeaseLost("lease_expired", "it lapsed before the start"))
+            self._endings.abandon(task, LeaseLost("lease_expired", "it expired before the start"))
             return
         running = asyncio.create_task(self._handle(task))
         self._running[task] = running
@@ -323,7 +323,7 @@ class WorkerRuntime:
             await asyncio.wait(list(self._running.values()), timeout=_WIND_UP_S)
         stubborn, self._running = self._running, {}
         for task in stubborn:
-            text = "ignored its cancellation; the worker leaves it behind and gives it back"
+            text = "ignored its cancellation; the worker abandons it and releases the execution"
             log_task(logging.ERROR, "task_left_behind", task, text)
         await asyncio.gather(
             *(self._endings.hand_over(task) for task in stubborn if task.finished_by is None)
@@ -367,6 +367,7 @@ class LoopWatch:
         self._asked_at = 0.0
         self._blocked_s = 0.0
         self._warned = False
+        self._writer: threading.Thread | None = None
 
     def stuck(self, leases: Iterable[HeldLease]) -> list[HeldLease]:
         """The leases to give up: at once those whose attempt timed out, all after the limit.
@@ -395,7 +396,9 @@ class LoopWatch:
         now = time.monotonic()
         if self._answered:
             if self._warned:
-                _log(logging.WARNING, f"The event loop runs again after {self._blocked_s:.0f} s.")
+                self._log(
+                    logging.WARNING, f"The event loop runs again after {self._blocked_s:.0f} s."
+                )
             self._answered = self._warned = False
             self._blocked_s = 0.0
             # The loop is closed when the worker was dropped.
@@ -418,15 +421,22 @@ class LoopWatch:
             who = f"{blocker.execution_kind} {blocker.execution_id.short}"
             extra |= blocker.log_fields
         text = f"{who} has blocked the event loop for {self._blocked_s:.0f} s: {consequence}"
-        _log(level, text, stack=stack, extra=extra)
+        self._log(level, text, stack=stack, extra=extra)
 
+    def _log(self, level: int, text: str, stack: str | None = None, **more: Any) -> None:
+        if not log.isEnabledFor(level):
+            return
+        record = log.makeRecord(log.name, level, __file__, 0, text, (), None, sinfo=stack, **more)
+        before = self._writer
 
-def _log(level: int, text: str, stack: str | None = None, **more: Any) -> None:
-    if not log.isEnabledFor(level):
-        return
-    record = log.makeRecord(log.name, level, __file__, 0, text, (), None, sinfo=stack, **more)
-    # On a thread of its own: what blocks the loop may be a log handler that holds its lock.
-    threading.Thread(target=log.handle, args=(record,), name="ff-loop-watch", daemon=True).start()
+        def write() -> None:
+            if before is not None:
+                before.join()
+            log.handle(record)
+
+        # On a thread of its own: what blocks the loop may be a log handler that holds its lock.
+        self._writer = threading.Thread(target=write, name="ff-loop-watch", daemon=True)
+        self._writer.start()
 
 
 def _context_of(task: asyncio.Task[Any]) -> Context:

@@ -27,7 +27,7 @@ class ScannerThread(LoopThread):
     of lanes and partitions: where the worker claims, the scanners look at once.
     """
 
-    crashed = "the scanners of this process ended", "scanners_crashed"
+    crashed = "the scanners of this process stopped", "scanners_crashed"
 
     def __init__(
         self,
@@ -87,9 +87,9 @@ class ScannerThread(LoopThread):
             except TransportError as error:
                 if not error.retryable:
                     raise
-                if not self._outage.noticed(error, "scanners not connected"):
+                if not self._outage.noticed(error, "scanners cannot connect"):
                     extra = {"action": "scanners_not_connected", "error": str(error)}
-                    log.warning("scanners not connected, trying again: %s", error, extra=extra)
+                    log.warning("scanners cannot connect, trying again: %s", error, extra=extra)
                 self._ready.set()
             await asyncio.sleep(pause)
             pause = min(pause * 2, _LAST_PAUSE_S)

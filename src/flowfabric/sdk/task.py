@@ -144,7 +144,7 @@ class ClaimedTask(HeldAttempt):
         prompt: str | None = None,
         details: Any = None,
     ) -> suspension.PendingWaitpoint:
-        """A waitpoint to hand out now and wait on later; it buffers signals meanwhile."""
+        """A waitpoint to give away now and wait on later; it stores signals until then."""
         self._require_lease()
         return await self.backend.waitpoints.create_waitpoint(
             self.handle, waitpoint_key, expires_in_ms, prompt=prompt, details=details

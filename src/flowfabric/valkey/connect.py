@@ -110,4 +110,4 @@ def _version(node: str, body: bytes) -> tuple[int, int]:
         major, minor = (found or "").split(".")[:2]
         return int(major), int(minor)
     except ValueError:
-        raise _too_low(f"{node} does not say its version ({found!r})") from None
+        raise _too_low(f"{node} does not report its version ({found!r})") from None

@@ -279,7 +279,9 @@ class Link:
             await asyncio.to_thread(self._revive)
         except Exception as error:  # noqa: BLE001 - dialling continues, whatever it is
             if not self._logged_outage:
-                log.warning("server not revived: %s", error, extra={"action": "revive_failed"})
+                log.warning(
+                    "cannot restart the server: %s", error, extra={"action": "revive_failed"}
+                )
             self._logged_outage = True
 
     def _take(self, conn: Connection) -> None:
@@ -292,4 +294,4 @@ class Link:
             self._wrong_server = False
             # The address may lead elsewhere now, so blocked readers must dial again.
             for each in list(self._dedicated):
-                each.abort("the server was a replica; its address is dialled again")
+                each.abort("the server was a replica; reconnecting")

@@ -126,7 +126,7 @@ async def test_whoever_fails_to_revive_the_server_does_not_stop_the_dialling(
         assert await call == b"back"
         # Once per outage, not once per try.
         told = [record.getMessage() for record in caplog.records]
-        assert told == ["server not revived: no room"] * outage
+        assert told == ["cannot restart the server: no room"] * outage
 
 
 async def test_kill_9_and_restart(keep: Keeper) -> None:

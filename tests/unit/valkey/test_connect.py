@@ -59,7 +59,7 @@ async def test_the_real_server_passes(shared_server: TestServer) -> None:
 )
 async def test_reading_the_version(body: str, version: tuple[int, int] | None) -> None:
     if version is None:
-        with pytest.raises(EngineError, match="does not say its version"):
+        with pytest.raises(EngineError, match="does not report its version"):
             await gate(body)
     else:
         assert await gate(body) == version

@@ -80,6 +80,9 @@ async def _tails(at: Arena, tasks: Tasks, lags: asyncio.Queue[float]) -> AsyncGe
     backend = await open_backend(at.url, name="ff-bench-tails")
 
     async def all_wait() -> bool:
+        for tail in reading:
+            if tail.done():
+                tail.result()
         return (await at.backend.meta.usage()).blocked >= len(tasks)
 
     async with Client(backend) as client:
@@ -95,7 +98,7 @@ async def _tails(at: Arena, tasks: Tasks, lags: asyncio.Queue[float]) -> AsyncGe
 
 async def _read(client: Client, task: ClaimedTask, lags: asyncio.Queue[float]) -> None:
     last = await task.append_frame("delta", b"")
-    async for frame in client.tail(task.execution_id, 0, after=last.stream_id):
+    async for frame in client.tail(task.execution_id, after=last.stream_id):
         lags.put_nowait((time.monotonic_ns() - int(frame.payload)) / 1e6)
 
 

@@ -23,7 +23,7 @@ from flowfabric.engine.api.secrets import SECRET_VARIABLE, check_rotation
 from flowfabric.engine.valkey.connect import ServerLocation, store_secret
 
 _MARKS = {Grade.OK: ("✓", "green"), Grade.WARNING: ("⚠", "yellow"), Grade.BROKEN: ("✗", "bold red")}
-_PREPARE = flag("--prepare", "Set up the Valkey first: partition counts and function library.")
+_PREPARE = flag("--prepare", "First store the partition counts and load the function library.")
 _MAX_LISTED = 8
 
 
@@ -120,7 +120,7 @@ async def rotate_secret(
     kid: Annotated[str, argument("KID", "A new name for the key, such as k2 or 2026-07.")],
     *,
     secret_file: Annotated[
-        Path | None, value("FILE", f"Read the new secret from here instead of {SECRET_VARIABLE}.")
+        Path | None, value("FILE", f"Read the new secret from a file, not {SECRET_VARIABLE}.")
     ] = None,
     grace: Annotated[
         float, options.duration("How long tokens of the previous key stay valid.")
@@ -131,7 +131,7 @@ async def rotate_secret(
 
     The secret is hexadecimal: at least 32 digits, better 64. If some partitions fail, run the same
     command again; it changes only those. Afterwards, set FF_WAITPOINT_HMAC_SECRET to the new secret
-    for every worker; an embedded deployment stores it in its data folder instead.
+    wherever it is set. An embedded deployment keeps the secret in its data folder.
     """
     grace_ms = round(grace * 1000)
     secret = check_rotation(kid, _read_secret(secret_file), grace_ms)
@@ -150,7 +150,7 @@ async def rotate_secret(
 
 def _read_secret(path: Path | None) -> str:
     if path is None:
-        secret, problem = os.environ.get(SECRET_VARIABLE, ""), "there is no new secret"
+        secret, problem = os.environ.get(SECRET_VARIABLE, ""), "no new secret was given"
     else:
         secret, problem = path.read_text(errors="replace"), f"{path} is empty"
     if not secret.strip():

@@ -102,15 +102,15 @@ async def cancel(
     ids: options.OptionalIds = None,
     *,
     where: Selection,
-    reason: Annotated[str, value("TEXT", "Stored with the execution.")] = "",
+    reason: Annotated[str, value("TEXT", "The reason to store with the execution.")] = "",
     dry_run: options.DryRun = False,
     yes: options.Yes = False,
 ) -> None:
     """Cancel executions that have not finished.
 
-    Name executions by their ids, or select them with options: the command then counts them, asks,
-    and cancels all that match every option. The worker cancels a running handler when it next
-    renews the lease. If one execution cannot be cancelled, the command still cancels the others.
+    Pass ids, or options that select executions. With options, the command counts the executions
+    that match all of them, and asks before it cancels them. The worker cancels a running handler
+    when it next renews the lease. If an execution cannot be cancelled, the others still are.
     """
     change = Change(
         *("cancel", "cancelled"),
@@ -157,20 +157,20 @@ async def replay(
     id_: options.OptionalId = None,
     *,
     where: Selection,
-    reason: Annotated[str, value("TEXT", "Stored with the new attempt.")] = "",
+    reason: Annotated[str, value("TEXT", "The reason to store with the new attempt.")] = "",
     expected_replay_count: Annotated[
         int | None,
-        value("N", "Replay only if it was replayed N times so far. Makes repeats safe.", min=0),
+        value("N", "Replay only if it was replayed N times so far; safe to repeat.", min=0),
     ] = None,
-    keep_steps: Annotated[bool, flag("--keep-steps", "Keep the results of its steps.")] = False,
+    keep_steps: Annotated[bool, flag("--keep-steps", "Keep the stored results of steps.")] = False,
     by: options.By = None,
     dry_run: options.DryRun = False,
     yes: options.Yes = False,
 ) -> None:
     """Rerun finished executions under the same ids.
 
-    Name one execution by its id, or select them with options: the command then counts them, asks,
-    and reruns all that match every option.
+    Pass an id, or options that select executions. With options, the command counts the executions
+    that match all of them, and asks before it reruns them.
     """
     requested_by = session.user_name() if by is None else by
 
@@ -192,7 +192,7 @@ async def replay(
     )
     if dry_run or id_ is None or not where.is_empty:
         if expected_replay_count is not None:
-            raise typer.BadParameter("is for one ID", param_hint="--expected-replay-count")
+            raise typer.BadParameter("needs one ID", param_hint="--expected-replay-count")
         ids = () if id_ is None else (id_,)
         await change_many(target, ids, where, change, dry_run=dry_run, yes=yes)
         return
@@ -221,16 +221,16 @@ async def purge(
     dry_run: options.DryRun = False,
     yes: options.Yes = False,
 ) -> None:
-    """Delete finished executions with all their data.
+    """Delete finished executions and all their data.
 
-    Otherwise they are deleted when their retention is over. Name executions by their ids, or select
-    them with options. The command counts them and asks first.
+    Otherwise, an execution is deleted when its retention ends. Pass ids, or options that select
+    executions. The command counts them and asks before it deletes them.
     """
     change = Change(
         *("purge", "purged"),
         finished=True,
         apply=lambda backend, info: backend.executions.purge_execution(info.execution_id),
-        warning="Payloads, results and output are deleted. ",
+        warning="This deletes payloads, results and output. ",
     )
     await change_many(target, ids or (), where, change, dry_run=dry_run, yes=yes)
 
@@ -240,16 +240,16 @@ async def revoke_lease(
     id_: options.Id,
     *,
     lease: Annotated[str, value("ID", "Revoke only this lease. `show --json` prints its id.")] = "",
-    reason: Annotated[str, value("TEXT", "Stored with the execution.")] = "operator",
+    reason: Annotated[str, value("TEXT", "The reason to store with the execution.")] = "operator",
     by: options.By = None,
     yes: options.Yes = False,
 ) -> None:
-    """Take an execution from the worker that runs it.
+    """Revoke the lease of a running execution.
 
     The next free worker continues the attempt. The old worker cancels the handler when it next
     renews the lease; until then, both may run.
     """
-    options.confirm("Take the execution from its worker?", yes=yes)
+    options.confirm("Revoke the lease, so that another worker takes over?", yes=yes)
     revoked_by = session.user_name() or "operator" if by is None else by
     async with session.open_execution(target, id_) as (backend, execution_id):
         outcome = await backend.leases.revoke_lease(

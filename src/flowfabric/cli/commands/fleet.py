@@ -61,7 +61,7 @@ class _LaneEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def lanes(target: Deployment) -> None:
-    """List lanes, their work and their workers.
+    """List lanes with their work and their workers.
 
     With --json, prints one JSON object per line.
     """

@@ -26,12 +26,12 @@ from flowfabric.sdk.client import Client, Outcome
 _is_application = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*").fullmatch
 _named_argument = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL).fullmatch
 _TASK = (
-    "The task's name; or MODULE:APP, then the name: the application then checks the arguments and "
-    "sets lane, retries and timeouts."
+    "The task's name. With MODULE:APP before it, the application checks the arguments and sets "
+    "the lane, retries and timeouts."
 )
 _ARGUMENT = (
-    "VALUE or NAME=VALUE. A value is JSON if it is valid JSON, and text otherwise; "
-    "'\"300\"' is the text 300."
+    "VALUE or NAME=VALUE. A value that is valid JSON is read as JSON, any other value as text; "
+    "for the text 300, write '\"300\"'."
 )
 
 
@@ -48,16 +48,16 @@ async def submit(
         ),
     ] = None,
     lane: Annotated[
-        str | None, value("NAME", "Another lane than the task's own.", parser=options.parse_lane)
+        str | None, value("NAME", "Use this lane, not the task's own.", parser=options.parse_lane)
     ] = None,
     priority: Annotated[int | None, value("N", "Higher numbers start first.")] = None,
     delay: Annotated[float | None, options.duration("Wait this long before the first run.")] = None,
     idempotency_key: Annotated[
-        str | None, value("KEY", "A repeat with the same key creates no second execution.")
+        str | None, value("KEY", "Submitting twice with the same key creates one execution.")
     ] = None,
     tag: Annotated[
         list[str] | None,
-        value("KEY=VALUE", "Add this tag. Repeat it for several tags.", parser=options.parse_tag),
+        value("KEY=VALUE", "Add this tag. Repeatable.", parser=options.parse_tag),
     ] = None,
 ) -> None:
     """Submit one execution of a task.
@@ -155,16 +155,14 @@ async def result(
 ) -> None:
     """Wait for the result of an execution and print it as JSON.
 
-    Bytes that are not text are base64. If the execution fails, prints the reason to standard error
-    and exits with status 1. With --json, prints the execution's state and attempts too.
+    Prints bytes that are not text as base64. If the execution fails, prints the reason to standard
+    error and exits with status 1. With --json, prints the execution's state and attempts too.
     """
     async with open_execution(target, id_) as (backend, execution_id):
         try:
             outcome = await Client(backend).success(execution_id, timeout)
         except TimeoutError as error:
-            raise CliError(
-                "timeout", str(error), "wait again, or look with `flowfabric show`"
-            ) from error
+            raise CliError("timeout", str(error), "wait again, or run `flowfabric show`") from error
     found = _result(outcome)
     if target.as_json:
         fields = {"execution_id": execution_id, "state": outcome.state.value}

@@ -29,7 +29,7 @@ _IDLE_MS = 1000
 _PAGE = 500
 _RETRY_S = 0.5
 _SUMMARY_FIELDS = ("version", "patch_kind", "first_applied_ms", "last_updated_ms")
-_FROM_HELP = "Start after this frame: an id from --json, milliseconds, start or end."
+_FROM_HELP = "Start after this frame: an id from --json, a time in ms, start or end."
 _parse_cursor = partial(options.checked, StreamCursor.parse)
 
 
@@ -126,7 +126,7 @@ class _Follower:
     async def _begin(self, attempt: int | None, cursor: StreamCursor) -> None:
         count = max(1, (await self._info()).total_attempt_count)
         if attempt is not None and attempt > count:
-            problem = f"{self.id} has {plural(count, 'attempt')}, no attempt {attempt}"
+            problem = f"{self.id} has {plural(count, 'attempt')}; there is no attempt {attempt}"
             raise CliError("attempt_not_found", problem, "omit --attempt to start with the newest")
         self.printer.index = (attempt or count) - 1
         if cursor.is_concrete:
@@ -166,7 +166,7 @@ class _Follower:
             return False
         if page.closed_at is not None:
             return await self._closed(page)
-        return not self.follow or await self._check_execution()
+        return await self._check_execution() or not self.follow
 
     async def _print(self, page: StreamFrames) -> None:
         await self._announce_attempt()
@@ -196,7 +196,7 @@ class _Follower:
         return False
 
     async def _check_execution(self) -> bool:
-        """No frame came for a while: report the state of the execution."""
+        """No frame is left, or none came for a while: report the state of the execution."""
         info = await self._info()
         if info.total_attempt_count > self.printer.index:
             await self._announce_attempt()

@@ -138,15 +138,15 @@ async def signal(
         str,
         value(
             "TOKEN",
-            "The waitpoint's token. Prefer the variable: other users can see options.",
+            "The waitpoint's token. Prefer the variable: other users may see command lines.",
             envvar="FF_WAITPOINT_TOKEN",
             show_default=False,
         ),
     ] = "",
     payload: options.Payload = None,
-    source: Annotated[str, value("IDENTITY", "Who sends the signal. Stored with it.")] = "",
+    source: Annotated[str, value("IDENTITY", "The sender, stored with the signal.")] = "",
     idempotency_key: Annotated[
-        str, value("KEY", "A repeat with the same key changes nothing.")
+        str, value("KEY", "Sending twice with the same key counts once.")
     ] = "",
 ) -> None:
     """Answer a wait with the token of its waitpoint.
@@ -174,7 +174,9 @@ async def close_waitpoint(
     id_: options.Id,
     waitpoint: _Waitpoint,
     *,
-    reason: Annotated[str, value("TEXT", "Stored with the waitpoint.")] = "proactive_close",
+    reason: Annotated[
+        str, value("TEXT", "The reason to store with the waitpoint.")
+    ] = "proactive_close",
     yes: options.Yes = False,
 ) -> None:
     """Close a waitpoint, so that its token stops working.

@@ -50,23 +50,23 @@ def _parse_application(text: str) -> str:
 
 _APPLICATION = argument(
     "MODULE:APP",
-    "The Fabric to serve, such as `app:app` or `shop.tasks:fabric`.",
+    "The application to run, such as `app:app` or `shop.tasks:fabric`.",
     parser=_parse_application,
 )
 _LANES = value(
     "A,B",
-    "Serve these lanes instead of those of the tasks.",
+    "Serve these lanes instead of the lanes of the application's tasks.",
     parser=partial(options.checked_names, validate_lane),
 )
 _CAPABILITIES = value(
     "GPU,…",
-    "Capabilities that this machine offers.",
+    "The capabilities that this worker offers.",
     parser=partial(options.checked_names, lambda name: normalise([name], "worker")),
 )
-_LEASE_TTL = options.duration("How long a dead worker keeps its tasks.", "1s", "7d")
+_LEASE_TTL = options.duration("How long a lease lasts if it is not renewed.", "1s", "7d")
 _BLOCK_LIMIT = options.duration(
-    "How long one task may block the event loop before the worker releases the others. "
-    "The default is three times the lease.",
+    "How long a task may block the event loop before the worker releases its other tasks. "
+    "The default is three times --lease-ttl.",
     *("1s", "7d"),
 )
 _SCANNERS = flag(
@@ -76,7 +76,7 @@ _GRACE = options.duration("How long to wait for running tasks before releasing t
 _PROCESSES = value("N", "Run N worker processes, each with its own concurrency.", min=1, max=1000)
 _ON_UNKNOWN = value(
     "release|fail",
-    "Leave tasks that this app does not have to workers that know them, or fail them.",
+    "What to do with unknown tasks: release them to workers that know them, or fail them.",
 )
 
 
@@ -99,17 +99,18 @@ def worker(
     ] = None,
     json_logs: Annotated[bool, flag("--json-logs", "Log one JSON object per line.")] = False,
     namespace: Annotated[
-        str | None, value("NAME", "Override the app's namespace.", parser=options.parse_namespace)
+        str | None,
+        value("NAME", "Override the application's namespace.", parser=options.parse_namespace),
     ] = None,
     url: options.Url = None,
 ) -> None:
     """Run the tasks of an application until SIGTERM or Ctrl-C.
 
-    The first signal stops the worker after running tasks finish, the second stops it at once. A
+    The first signal stops the worker after running tasks finish; the second stops it at once. A
     task that ignores cancellation or blocks the process delays the stop by at most the grace
     period and a few seconds.
 
-    With --processes, one that dies is restarted, and every log line names its process.
+    With --processes, a process that dies is restarted, and every log line names its process.
     """
     target = Target.of(context, url, namespace, as_json=json_logs)
     member = Member.current()

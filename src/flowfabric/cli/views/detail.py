@@ -243,6 +243,6 @@ def _print_blob(screen: Screen, title: str, blob: Blob | None) -> None:
     if blob is None:
         return
     kind = blob.encoding or ("text" if blob.form == "text" else "binary")
-    more = ", cut; --full shows all" if blob.truncated else ""
+    more = ", shortened; --full shows all" if blob.truncated else ""
     screen.section(f"{title} ({blob.size:,} bytes, {kind}{more})")
     screen.block(blob.preview + (" …" if blob.truncated else ""))

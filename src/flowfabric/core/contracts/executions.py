@@ -132,7 +132,7 @@ class Replayed(NamedOutcome[Literal["replayed"]], frozen=True):
 
 
 class _Read(msgspec.Struct, frozen=True, kw_only=True):
-    """What every read of an execution tells."""
+    """What every read of an execution returns."""
 
     execution_id: ExecutionId
     namespace: str

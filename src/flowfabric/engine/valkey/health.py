@@ -80,7 +80,7 @@ def _eviction(settings: Facts) -> Finding:
         if found[option] != "noeviction":
             where = _where(server, settings)
             detail = f"{option} is {found[option]}{where}: the server may delete work"
-            advice = f"run CONFIG SET {option} noeviction, and put it into the server's file"
+            advice = f"run CONFIG SET {option} noeviction, and save it in the configuration"
             return broken(name, detail, advice)
     return ok(name, f"{option} is noeviction")
 
@@ -111,7 +111,7 @@ def _memory(facts: Facts) -> Finding:
     detail = f"{_size(used)} of {_size(limit)} used{_where(fullest, facts)}"
     advice = "raise maxmemory, or shorten the retention of finished work"
     if share(fullest) >= 1:
-        return broken("memory", f"{detail}: no new work is taken", advice)
+        return broken("memory", f"{detail}: the server refuses new work", advice)
     if share(fullest) >= _NEARLY_FULL:
         return warning("memory", f"{detail}: nearly full", advice)
     return ok("memory", detail)
@@ -198,11 +198,11 @@ def _missing_fixes(version: Version) -> dict[int, str]:
 def scripting_finding(version: Version) -> Finding:
     shown, fixes = ".".join(map(str, version)), _missing_fixes(version)
     if not fixes:
-        detail = f"this version of FlowFabric knows of no security hole in Valkey {shown}"
+        detail = f"this version of FlowFabric knows of no vulnerability in Valkey {shown}"
         return ok("scripting", detail)
     return warning(
         "scripting",
-        f"the scripting engine of Valkey {shown} has known security holes: "
+        f"the scripting engine of Valkey {shown} has known vulnerabilities: "
         f"{', '.join(fixes.values())}",
         f"upgrade to Valkey {version[0]}.{version[1]}.{max(fixes)} or newer",
     )

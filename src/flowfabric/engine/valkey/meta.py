@@ -214,7 +214,7 @@ def _collisions(backend: Backend, lanes: list[str]) -> Finding:
     detail = f"{found.grade.value}: {found.affected} of {found.lanes} lanes share one ({groups})"
     if found.grade is CollisionGrade.WATCH:
         return ok("lane placement", detail)
-    return warning("lane placement", detail, "rename one lane of each group that carries much work")
+    return warning("lane placement", detail, "rename one of the lanes in each busy group")
 
 
 async def _workers(
@@ -239,7 +239,7 @@ async def _workers(
 
 async def _scanners(backend: Backend) -> Finding:
     running = [
-        f"{leader.process} for its part" if leader.partial else leader.process
+        f"{leader.process} in part" if leader.partial else leader.process
         for leader in await backend.leadership.leaders()
     ]
     if running:

@@ -21,7 +21,7 @@ _is_seed_secret = re.compile(r"(?!0+$)[0-9a-fA-F]{64}").fullmatch
 _SEED_GROUP = 16  # Short calls stay out of the slow log, which shows their arguments.
 _FAN_OUT = 16
 _REPORTED = {
-    "mismatch": "%s partitions keep another waitpoint secret than the configured one",
+    "mismatch": "%s partitions have another waitpoint secret than the configured one",
     "repaired": "the waitpoint secret was missing on %s partitions and is installed again",
     "torn": (
         "%s partitions have lost their waitpoint secret, and the configured one is not known to "
