@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -71,3 +72,42 @@ async def copy(engine: Engine, stored: str, names: Iterable[str]) -> None:
 
 def uuids(count: int) -> list[str]:
     return [f"00000000-0000-4000-8000-{n:012d}" for n in range(count)]
+
+
+async def commands_run(engine: Engine) -> int:
+    """How many commands the server has run, those inside of functions included."""
+    told: Any = await command(engine, "INFO", "commandstats")
+    return sum(map(int, re.findall(rb"calls=(\d+)", told)))
+
+
+class ServerMeter:
+    """How many commands the server runs inside of function calls, however busy the machine is.
+
+    >>> async with ServerMeter(engine) as meter:
+    ...     await engine.backend.flows.submit_flow(graph)
+    >>> meter.most["ff_submit_flow"]
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._calls: Any = engine.backend.calls
+        self._fcall = self._calls.fcall
+        self._one_at_a_time = asyncio.Lock()
+        self.most: dict[str, int] = {}
+        """The most in one call, by function."""
+
+    async def __aenter__(self) -> Self:
+        self._calls.fcall = self._counted
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._calls.fcall = self._fcall
+
+    async def _counted(self, function: str, *args: Any, **options: Any) -> Any:
+        async with self._one_at_a_time:
+            before = await commands_run(self._engine)
+            try:
+                return await self._fcall(function, *args, **options)
+            finally:
+                ran = await commands_run(self._engine) - before
+                self.most[function] = max(self.most.get(function, 0), ran)

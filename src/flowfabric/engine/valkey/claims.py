@@ -5,6 +5,8 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
+import msgspec
+
 from flowfabric.core import capabilities as caps
 from flowfabric.core.contracts import leases
 from flowfabric.core.contracts.flows import NO_INPUTS
@@ -17,7 +19,7 @@ from flowfabric.engine.api.executions import BATCH, Completion
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, text, unreadable
 from flowfabric.engine.valkey.executions import ValkeyExecutions
-from flowfabric.engine.valkey.flow_records import inputs_of
+from flowfabric.engine.valkey.flow_inputs import UNREAD, inputs_of, read_inputs
 from flowfabric.engine.valkey.pages import Damage
 
 _NO_TAGS: dict[str, str] = {}
@@ -43,7 +45,8 @@ class ValkeyClaims(Claims):
             return ClaimedMany([], 0)
         reply = await self._calls.fcall("ff_claim_many", tag, args, op="claim_many")
         with decoding(reply, "ff_claim_many", "claim_many"):
-            return _claimed(request, reply[2:])
+            claimed = _claimed(request, reply[2:])
+        return await self._with_inputs(claimed)
 
     async def complete_and_claim(
         self,
@@ -63,7 +66,22 @@ class ValkeyClaims(Claims):
         if not claim:
             return outcomes, ClaimedMany([], 0)
         with decoding(reply, "ff_complete", "complete_many"):
-            return outcomes, _claimed(request, reply[3:])
+            claimed = _claimed(request, reply[3:])
+        return outcomes, await self._with_inputs(claimed)
+
+    async def _with_inputs(self, claimed: ClaimedMany) -> ClaimedMany:
+        """The claims with inputs that were too much for the reply."""
+        claims = claimed.claims
+        for position, claim in enumerate(claims):
+            if claim.inputs is UNREAD:
+                claims[position] = await self._with_own_inputs(claim)
+        return claimed
+
+    async def _with_own_inputs(self, claim: Claim) -> Claim:
+        if claim.inputs is not UNREAD:
+            return claim
+        inputs = await read_inputs(self._calls, claim.execution_id)
+        return msgspec.structs.replace(claim, inputs=inputs)
 
     async def scan_eligible_executions(
         self,
@@ -158,10 +176,11 @@ class ValkeyClaims(Claims):
     ) -> Claim:
         execution_id = self._granted(grant)
         args = (lane, worker_pair(*worker), _token(grant), ttl, *ids)
-        return await self._calls.ask_about(
+        claim = await self._calls.ask_about(
             *(execution_id, f"ff_{op}", args),
             lambda reply: claim_of(reply[2], text(reply[3]), ttl, worker[1]),
         )
+        return await self._with_own_inputs(claim)
 
     def _granted(self, grant: ClaimGrant) -> ExecutionId:
         check.instance(grant, ClaimGrant, "grant")
@@ -190,11 +209,12 @@ class ValkeyClaims(Claims):
         # Derived, so that a repeat of the request names the same attempt.
         attempt_id = f"{lease_id[24:32]}{lease_id[8:24]}{lease_id[:8]}{lease_id[32:]}"
         args = (check.text(lane_id, "lane_id"), worker, ttl, lease_id, attempt_id)
-        return await self._calls.ask_about(
+        claim = await self._calls.ask_about(
             *(execution_id, "ff_grant_and_claim", args),
             lambda reply: claim_of(reply[2], text(reply[3]), ttl, worker_instance_id),
             op="issue_grant_and_claim",
         )
+        return await self._with_own_inputs(claim)
 
     async def reclaim_execution(
         self,
@@ -220,7 +240,7 @@ class ValkeyClaims(Claims):
             check.count(max_reclaim_count, "max_reclaim_count"),
         )
         try:
-            return await self._calls.ask_about(
+            claim = await self._calls.ask_about(
                 *(execution_id, "ff_reclaim", args),
                 lambda reply: claim_of(reply[2], grant.lane_id, ttl, worker_instance_id),
                 op="reclaim_execution",
@@ -229,6 +249,7 @@ class ValkeyClaims(Claims):
             if error.code in _LOST_GRANT:
                 return leases.GrantNotFound(execution_id)
             return _not_reclaimable(execution_id, error)
+        return await self._with_own_inputs(claim)
 
 
 def _claim_args(request: ClaimRequest, max_n: int, request_id: str | None) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ from flowfabric.engine.api.events import Events
 from flowfabric.engine.valkey import flow_records, keys
 from flowfabric.engine.valkey.calls import FunctionCalls, at_once, text
 from flowfabric.engine.valkey.drains import CascadeDrains
+from flowfabric.engine.valkey.flow_inputs import read_inputs
 from flowfabric.engine.valkey.pages import (
     Damage,
     chunks,
@@ -339,12 +340,7 @@ class FlowReads:
         return [edge for _, edge in await self._incoming(flow_id, child)]
 
     async def get_inputs(self, execution_id: ExecutionId) -> flows.FlowInputs:
-        return await self._calls.ask_about(
-            execution_id,
-            "ff_get_inputs",
-            (),
-            lambda reply: flow_records.inputs_of(reply[2:4]),
-        )
+        return await read_inputs(self._calls, self._calls.checked(execution_id))
 
     async def evaluate_flow_eligibility(self, execution_id: ExecutionId) -> flows.FlowEligibility:
         known = self._calls.checked(execution_id)

@@ -1,7 +1,7 @@
 """Flow records, edges and joins as stored, and the typed views of them."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 from flowfabric.core.contracts import flows
@@ -9,7 +9,6 @@ from flowfabric.core.contracts.flows import AnyOf, JoinAll, JoinPolicy, Quorum
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.core.stored import Stored, corrupt
-from flowfabric.engine.valkey.calls import text
 
 _EDGE = re.compile(
     r"([gusik])([stf]) ([0-9]+) ([0-9a-f-]{36}) ([0-9]+)/([0-9]*)/([0-9]*) ([A-Za-z0-9_]*) ?(.*)",
@@ -168,16 +167,3 @@ def flow_snapshot(
         tags=dict(sorted(tags.items())),
         edge_groups=joins,
     )
-
-
-def inputs_of(parts: Sequence[Any]) -> flows.FlowInputs:
-    """What a claim or a read says about inputs."""
-    passed, fired_by = parts
-    inputs = {
-        text(name): flows.FlowInput(
-            *(ExecutionId.trusted(text(upstream)), text(outcome), result),
-            encoding="" if encoding is None else text(encoding),
-        )
-        for name, upstream, outcome, result, encoding in passed
-    }
-    return flows.FlowInputs(inputs, ExecutionId.trusted(text(fired_by)) if fired_by else None)

@@ -1,7 +1,7 @@
 """Flows on Valkey: all keys of a flow and its members share one slot."""
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -9,8 +9,7 @@ import msgspec
 
 from flowfabric.core import graph as graphs
 from flowfabric.core.contracts import flows
-from flowfabric.core.contracts.executions import NewExecution
-from flowfabric.core.contracts.flows import FlowGraph, GraphEdge, GraphNode, JoinAll, JoinPolicy
+from flowfabric.core.contracts.flows import FlowGraph, GraphEdge, GraphNode, JoinPolicy
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import (
     EngineError,
@@ -26,28 +25,21 @@ from flowfabric.engine.api import flows as api
 from flowfabric.engine.api.executions import check_new
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import proof, text
-from flowfabric.engine.valkey.executions import creation_options
+from flowfabric.engine.valkey.flow_parts import (
+    Edge,
+    FlowPart,
+    Item,
+    flow_parts,
+    item_args,
+    join_text,
+    new_member,
+    part_args,
+)
 from flowfabric.engine.valkey.flow_upkeep import FlowUpkeep
 
-# What one call writes, so that the server does nothing else for a few milliseconds only.
-_NODES_AT_ONCE = 100
-_EDGES_AT_ONCE = 200
-_BYTES_AT_ONCE = 2_097_152
 # Tags in another order are the same tags.
 _digest = msgspec.msgpack.Encoder(order="deterministic").encode
 _pack = msgspec.msgpack.Encoder().encode
-
-Item = tuple[GraphNode, ExecutionId, list[list[str]]]
-
-
-def join_text(policy: JoinPolicy) -> str:
-    """A policy as stored: letter, k, whether the others are cancelled, whether shared ones stay."""
-    if isinstance(policy, JoinAll):
-        return ""
-    k = policy.k if isinstance(policy, flows.Quorum) else 1
-    letter = "q" if isinstance(policy, flows.Quorum) else "a"
-    ends = "c" if policy.on_satisfied == "cancel_remaining" else "l"
-    return f"{letter} {k} {ends} {int(policy.spare_shared)}"
 
 
 class ValkeyFlows(FlowUpkeep, api.Flows):
@@ -97,7 +89,7 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         }
         if graph.tags:
             header["tags"] = [part for pair in graph.tags.items() for part in pair]
-        parts = list(_parts(items))
+        parts = list(flow_parts(items))
         try:
             reply = await self._submit(tag, graph, header, parts)
         except EngineError as error:
@@ -135,15 +127,15 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         return graph, header
 
     async def _submit(
-        self, tag: str, graph: FlowGraph, header: dict[str, Any], parts: list[list[Item]]
+        self, tag: str, graph: FlowGraph, header: dict[str, Any], parts: list[FlowPart]
     ) -> list[Any]:
         """The reply to the last part."""
         feeding = {edge.frm for edge in graph.edges}
         reply: list[Any] = []
         for number, part in enumerate(parts, 1):
-            header |= {"part": number, "last": number == len(parts)}
+            header |= {"part": number, "last": number == len(parts), "more": part.more}
             args: list[Any] = [graph.flow_id, _pack(header)]
-            args += self._item_args(part, graph.namespace, feeding)
+            args += item_args(part.items, graph.namespace, feeding)
             reply = await self._calls.fcall("ff_submit_flow", tag, args, op="submit_flow")
             if reply[2] != b"accepted":
                 break
@@ -159,14 +151,10 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         namespace = await self._namespace(tag, flow_id)
         items, late = self._extension(flow_id, tag, nodes, edges)
         await self._places.register(tag, {node.lane_id for node, _, _ in items})
-        parts = list(_parts(items))
         added = 0
         reply: list[Any] = []
-        for number, part in enumerate(parts, 1):
-            last = number == len(parts)
-            args: list[Any] = [flow_id, namespace, number, int(last), len(part)]
-            args += self._item_args(part, namespace)
-            args.append(_pack(late if last else []))
+        for part in part_args(items, late, namespace):
+            args = (flow_id, namespace, *part)
             reply = await self._calls.fcall("ff_extend_flow", tag, args, op="extend_flow")
             self._drains.note(tag, reply[5:])
             added += int(reply[4])
@@ -175,7 +163,7 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
 
     def _extension(
         self, flow_id: str, tag: str, nodes: Sequence[GraphNode], edges: Sequence[GraphEdge]
-    ) -> tuple[list[Item], list[list[str]]]:
+    ) -> tuple[list[Item], list[Edge]]:
         """The new nodes with their edges, and the edges into nodes of earlier calls."""
         nodes, edges = api.check_parts(nodes, edges)
         if not nodes and not edges:
@@ -214,12 +202,15 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
             edge = [graphs.edge_id(flow_id, own), child.uuid, graphs.KINDS[kind], name, ""]
             late.append([*edge, execution_id.uuid])
         await self._places.register(tag, {node.lane_id for node, _, _ in items})
-        args: list[Any] = [execution_id, proof(handle), int(wait), len(items)]
-        args += self._item_args(items, "")
-        args.append(_pack(late))
-        reply = await self._calls.fcall("ff_spawn", tag, args, op="spawn_children")
+        cascade: flows.CascadeCounts | None = None
+        reply: list[Any] = []
+        for part in part_args(items, late, ""):
+            args = (execution_id, proof(handle), int(wait), *part)
+            reply = await self._calls.fcall("ff_spawn", tag, args, op="spawn_children")
+            cascade = self._drains.told(tag, reply[4:])
+            if reply[2] == b"moved":
+                break
         ids = {node.key: child for node, child, _ in items}
-        cascade = self._drains.told(tag, reply[4:])
         return flows.Spawned(int(reply[3]), ids, reply[2] == b"moved", cascade)
 
     async def _namespace(self, tag: str, flow_id: str) -> str:
@@ -229,21 +220,6 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         if stored is None:
             raise NotFoundError("flow_not_found", flow_id)
         return text(stored)
-
-    def _item_args(
-        self, items: Sequence[Item], namespace: str, feeding: Collection[str] = ()
-    ) -> list[Any]:
-        args: list[Any] = []
-        for node, execution_id, deps in items:
-            options = creation_options(_new(node, execution_id, namespace or "default"))
-            if not namespace:
-                options.pop("ns", None)
-            options |= _member_options(node, deps)
-            if node.key in feeding:
-                options["out"] = True
-            args += (execution_id, node.execution_kind, node.input_payload)
-            args += (node.payload_encoding, _pack(options))
-        return args
 
     @staticmethod
     def _edge(flow_id: str, tag: str, edge: GraphEdge) -> list[str]:
@@ -261,7 +237,7 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         items: list[Item] = []
         for node in nodes:
             execution_id = graphs.node_id(flow_id, tag, node.key)
-            check_new(_new(node, execution_id, "default"), self._calls.max_payload_bytes)
+            check_new(new_member(node, execution_id, "default"), self._calls.max_payload_bytes)
             deps = [self._edge(flow_id, tag, edge) for edge in inbound.get(node.key, ())]
             items.append((node, execution_id, deps))
         return items
@@ -400,47 +376,3 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         return await self._calls.ask(
             "ff_set_flow_tags", self._tag(flow_id), args, lambda reply: int(reply[2])
         )
-
-
-def _new(node: GraphNode, execution_id: ExecutionId, namespace: str) -> NewExecution:
-    return NewExecution(
-        execution_id=execution_id,
-        execution_kind=node.execution_kind,
-        input_payload=node.input_payload,
-        payload_encoding=node.payload_encoding,
-        namespace=namespace,
-        lane_id=node.lane_id,
-        priority=node.priority,
-        creator_identity=node.creator_identity,
-        tags=node.tags,
-        policy=node.policy,
-        delay_until=node.delay_until,
-        delay_ms=node.delay_ms,
-        execution_deadline_at=node.execution_deadline_at,
-    )
-
-
-def _member_options(node: GraphNode, deps: list[list[str]]) -> dict[str, Any]:
-    options: dict[str, Any] = {"node": node.key}
-    if deps:
-        options["deps"] = deps
-        if any(name for *_, name, _ref in deps):
-            options["named"] = True
-    if join := join_text(node.join):
-        options["join"] = join
-    return options
-
-
-def _parts(items: Sequence[Item]) -> Iterator[list[Item]]:
-    part: list[Item] = []
-    edges = size = 0
-    for item in items:
-        node, _, deps = item
-        full = len(part) == _NODES_AT_ONCE or edges + len(deps) > _EDGES_AT_ONCE
-        if part and (full or size + len(node.input_payload) > _BYTES_AT_ONCE):
-            yield part
-            part, edges, size = [], 0, 0
-        part.append(item)
-        edges += len(deps)
-        size += len(node.input_payload)
-    yield part

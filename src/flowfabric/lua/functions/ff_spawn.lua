@@ -1,9 +1,10 @@
--- ff_spawn: the lease holder adds members to its flow and edges from them to itself; it may park
--- until they are decided, in the same call.
+-- ff_spawn: the lease holder adds members to its flow and edges from them to itself, in one call or
+-- several; with several, no new member runs before the last one. It may park until they are decided,
+-- in the last call.
 -- Keys: those of ff_extend_flow and ff_wait_children.
--- Arguments: execution_id, fence, wait (1 | 0), then number of items, items as in ff_create, late
---   edges.
--- Replies: `spawned` | `moved` (parked), graph revision.
+-- Arguments: execution_id, fence, wait (1 | 0), part, last, then number of items, items, late edges
+--   and more edges as in ff_extend_flow.
+-- Replies: `accepted` | `spawned` | `moved` (parked), graph revision.
 -- Errors: execution_not_found, those of the fence, execution_not_in_flow, flow_already_terminal,
 --   invalid_input, terminal, cycle_detected, and those of ff_create.
 -- Events: released, expired (a lapsed lease), completion (members that an edge ends).
@@ -21,9 +22,12 @@ register('ff_spawn', function(keys, args)
     end
     if not rec.flow_id then return reply.err('execution_not_in_flow', id) end
     local f = flow.live(c, rec.flow_id)
-    local items, late = graph.parts(args, 4, { flow = rec.flow_id, ns = rec.namespace })
-    local _, refusal = graph.extend(c, rec.flow_id, items, late)
+    local first, last = args[4] == '1', args[5] == '1'
+    local items, late, more = graph.parts(args, 6, { flow = rec.flow_id, ns = rec.namespace })
+    local _, refusal = graph.extend(c, rec.flow_id, items, late, more, first and not last)
     if refusal then return refusal end
+    if not last then return reply.ok('accepted', f.graph_revision, cascade.told(c)) end
+    graph.end_extension(c, rec.flow_id)
     rec = record.checked_lease(c, id)
     local g = edges.group(id, rec)
     if args[3] ~= '1' or g.state ~= 'p' or edges.open_count(g) == 0 then

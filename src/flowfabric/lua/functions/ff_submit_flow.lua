@@ -4,7 +4,7 @@
 -- Arguments: flow_id, header (msgpack map), then items as in ff_create, upstreams before children.
 --   Header: kind, ns, digest (of the whole graph), tags (flat list), part (1 for the first of several
 --   calls), last (true with the last), hold (release comes later), parent (the member that owns it),
---   depth (of the flow, if the parent is in another partition).
+--   depth (of the flow, if the parent is in another partition), more (edges, as in ff_extend_flow).
 -- Replies: `submitted` | `already_submitted` | `accepted` (more calls must follow); graph revision.
 -- Errors: flow_submission_conflict, execution_being_deleted, and those of ff_create; of a subflow: execution_not_found,
 --   invalid_input, terminal; nothing of the call is written then.
@@ -74,6 +74,7 @@ local function submit(c, args)
   end
   common.is_new = creating.are_new(c, ids)
   opened(c, flow_id, header)
+  graph.widen(c, flow_id, header.more or {})
   for _, item in ipairs(items) do
     local i = item[1]
     local answer = creating.create(c, args[i], args[i + 1], args[i + 2], args[i + 3], item[2])

@@ -9,8 +9,9 @@ pausing.register_function('ff_wait_children', 'waiting_children', function(c, id
   if g.state == 'i' then
     local ended, all = {}, values.fields(server.call('HGETALL', K.into(c.tag, rec.flow_id, id)))
     for _, text in pairs(all) do
-      local e = edges.parse(id, text)
-      if edges.is_impossible(e) then ended[#ended + 1] = edges.id_of(c, e.upstream) end
+      if edges.is_impossible(text) then
+        ended[#ended + 1] = edges.id_of(c, edges.parse(id, text).upstream)
+      end
     end
     table.sort(ended)
     return 'impossible', ended

@@ -12,7 +12,10 @@ local EDGE = '^(%l)(%l) (%d+) (%S+) (%d+)/(%d*)/(%d*) ([%w_]*) ?(.*)$'
 
 -- Which counter of the join an edge is in, by its state. The others are staged (g), unsatisfied (u).
 edges.COUNTERS = { s = 'succeeded', i = 'failed', k = 'skipped' }
-function edges.is_impossible(e) return e.state == 'i' or e.state == 'k' end
+
+-- These look at a line without parsing it: joins may be wide.
+function edges.counter(line) return edges.COUNTERS[string.sub(line, 1, 1)] end
+function edges.is_impossible(line) return string.find(line, '^[ik]') ~= nil end
 
 function edges.parse(id, text)
   local state, kind, number, upstream, made, run, resolved, input, ref = string.match(text, EDGE)
@@ -61,27 +64,58 @@ function edges.verdict(c, id, rec, g)
     return g.succeeded == g.n and 's' or nil
   end
   if g.succeeded >= join.k then return 's' end
-  local staged = server.call('HLEN', K.into(c.tag, rec.flow_id, id))
+  -- Of a child that is being created, edges may be counted that are not there yet.
+  local staged = math.max(g.n, server.call('HLEN', K.into(c.tag, rec.flow_id, id)))
   if staged >= join.k and g.failed + g.skipped > staged - join.k then return 'i' end
 end
 
 -- Open edges of a child, so that an operator sees what it waits for.
 function edges.open_count(g) return g.n - g.succeeded - g.failed - g.skipped end
 
--- What the satisfied named edges of a child pass on, each as name, upstream, outcome, result and its
--- encoding; then the upstream whose end decided a join of any or some.
-function edges.inputs(c, id, rec)
-  local passed, fired_by = {}, false
-  local flat = server.call('HGETALL', K.into(c.tag, rec.flow_id, id))
-  for i = 1, #flat, 2 do
-    local e = edges.parse(id, flat[i + 1])
-    local up_id = edges.id_of(c, e.upstream)
-    if rec.join and tonumber(rec.decided_by) == e.number and e.state == 's' then fired_by = up_id end
-    if e.state == 's' and e.input ~= '' then
-      local up = server.call('HMGET', K.core(c.tag, up_id), 'state', 'result_encoding')
-      passed[#passed + 1] = { e.input, up_id, up[1] and S.outcome_name(up[1]) or 'none',
-        server.call('GET', K.result(c.tag, up_id)), up[2] }
+-- What a claim carries of inputs, and a page of them: more takes too long.
+local INPUTS, INPUT_BYTES = 200, 1048576
+
+local function passed_by(c, e, room)
+  local up_id = edges.id_of(c, e.upstream)
+  local up = server.call('HMGET', K.core(c.tag, up_id), 'state', 'result_encoding')
+  local result = room > 0 and server.call('GET', K.result(c.tag, up_id))
+  return { e.input, up_id, up[1] and S.outcome_name(up[1]) or 'none', result, up[2],
+    room > 0 and 0 or 1 }, result and #result or 0
+end
+
+-- What these edges pass on, if they are satisfied and have names, each as name, upstream, outcome,
+-- result, its encoding, and whether the result was left out (1 | 0); then the upstream whose end
+-- decided a join of any or some. `flat`: ids and lines.
+local function inputs(c, id, rec, flat)
+  local passed, fired_by, room = {}, false, INPUT_BYTES
+  for i = 2, #flat, 2 do
+    if edges.counter(flat[i]) == 'succeeded' then
+      local e = edges.parse(id, flat[i])
+      if rec.join and tonumber(rec.decided_by) == e.number then
+        fired_by = edges.id_of(c, e.upstream)
+      end
+      if e.input ~= '' then
+        local bytes
+        passed[#passed + 1], bytes = passed_by(c, e, room)
+        room = room - bytes
+      end
     end
   end
-  return { passed, fired_by }
+  rec.input_bytes = INPUT_BYTES - room
+  return passed, fired_by
+end
+
+-- A page of the inputs of a child, and where the next one begins; 0 at the end.
+function edges.inputs_page(c, id, rec, cursor)
+  local page = server.call('HSCAN', K.into(c.tag, rec.flow_id, id), cursor, 'COUNT', INPUTS)
+  local passed, fired_by = inputs(c, id, rec, page[2])
+  return passed, fired_by, page[1]
+end
+
+-- The inputs for a claim, or `later` if they are many or large: then the holder asks for pages.
+function edges.claimed_inputs(c, id, rec)
+  if edges.group(id, rec).n > INPUTS then return 'later' end
+  local lines = server.call('HGETALL', K.into(c.tag, rec.flow_id, id))
+  local passed, fired_by = inputs(c, id, rec, lines)
+  return rec.input_bytes < INPUT_BYTES and { passed, fired_by } or 'later'
 end

@@ -12,7 +12,9 @@ function cascade.room(c)
   return c.units
 end
 
-local function spend(c) c.units = cascade.room(c) - 1 end
+function cascade.spend(c, units) c.units = cascade.room(c) - units end
+
+local function spend(c) cascade.spend(c, 1) end
 
 function cascade.counts(c)
   c.counts = c.counts or { resolved = 0, promoted = 0, skipped = 0, cancelled = 0, pending = 0 }
@@ -142,6 +144,17 @@ function cascade.cancel_siblings(c, id, rec)
 end
 
 local REASONS = { s = 'sibling_quorum_satisfied', i = 'sibling_quorum_impossible' }
+
+-- Has the upstreams cancelled of edges that belong to a join which was decided before they came.
+function cascade.cancel_later(c, id)
+  local rec = record.read(c, id)
+  local join = rec and edges.join(rec)
+  if not join or not join.cancels or not rec.decided_at then return end
+  record.set(c, id, rec, 'siblings', REASONS[edges.group(id, rec).state] .. ' '
+    .. flow.read(c, rec.flow_id).edge_count)
+  server.call('SADD', K.index(c.tag, 'pending_cancel_groups'), name_of(rec.flow_id, id))
+  cascade.counts(c).pending = 1
+end
 
 -- Moves the child of a join that has just been decided, with the given fields for its record.
 function cascade.move(c, id, rec, verdict, fields)

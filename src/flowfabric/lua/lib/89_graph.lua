@@ -1,6 +1,7 @@
 -- Growing a flow: members and the edges between them.
 
 local MAX_WALK = 10000
+local EMPTY_LIST = '\144'
 
 -- What edges need of an upstream; read once per call.
 local function upstream(c, id)
@@ -55,9 +56,9 @@ function graph.edges_problem(c, flow_id, list)
   end
 end
 
--- The rank of a child with these edges: every upstream has a lower one.
-function graph.rank(c, list)
-  local rank = 0
+-- The rank of a child with these edges: every upstream has a lower one. It is at least `floor`.
+function graph.rank(c, list, floor)
+  local rank = floor or 0
   for _, each in ipairs(list) do
     rank = math.max(rank, upstream(c, edges.id_of(c, each[2])).rank + 1)
   end
@@ -94,6 +95,28 @@ function graph.resolve_ended(c, flow_id, edge_id, id, up_uuid)
   local answer = cascade.resolve(c, flow_id, edge_id, id, up_id, up)
   cascade.count_resolved(c, answer)
   return answer
+end
+
+-- Adds further edges to members that earlier calls of the same submission created: their joins count
+-- these edges already. Late edges in form.
+function graph.widen(c, flow_id, more)
+  local f, ended, wide = flow.read(c, flow_id), {}, {}
+  for _, each in ipairs(more) do
+    local id = edges.id_of(c, each[6])
+    wide[id] = true
+    if server.call('HEXISTS', K.edges(c.tag, flow_id), each[1]) == 0 then
+      local child, _, up = upstream(c, id), graph.add_edge(c, flow_id, f, id, each, 'u')
+      if up.rank >= child.rank then
+        child.rank = up.rank + 1
+        server.call('HSET', K.core(c.tag, id), 'rank', values.text(child.rank))
+      end
+      if S.is_terminal(up.state) then ended[#ended + 1] = each end
+    end
+  end
+  for _, each in ipairs(ended) do
+    graph.resolve_ended(c, flow_id, each[1], edges.id_of(c, each[6]), each[2])
+  end
+  for id in pairs(wide) do cascade.cancel_later(c, id) end
 end
 
 -- Makes a staged edge count. Returns how many edges of the child are open, and the answer of an
@@ -202,9 +225,22 @@ local function late_problem(c, flow_id, late, created)
   end
 end
 
--- Adds new members ({ id, kind, payload, encoding, options }, upstreams first) and late edges to a
--- flow; nothing is written if any of it is refused. Returns how many members and edges are new.
-function graph.extend(c, flow_id, items, late)
+-- New members that lead to existing ones get lower ranks than these, so that no walk is needed.
+local function floor_of(c, fresh, created, late)
+  local floor = 0
+  for _, each in ipairs(late) do
+    if created[edges.id_of(c, each[2])] then
+      floor = math.min(floor, upstream(c, edges.id_of(c, each[6])).rank - #fresh)
+    end
+  end
+  return floor
+end
+
+-- Adds new members ({ id, kind, payload, encoding, options }, upstreams first), late edges and more
+-- edges (as `widen` takes them) to a flow; nothing is written if any of it is refused. `holds`: new
+-- members wait until a later call adds the last ones, unless the flow is held anyway. Returns how
+-- many members and edges are new.
+function graph.extend(c, flow_id, items, late, more, holds)
   local created, fresh = {}, {}
   for _, item in ipairs(items) do
     local known = upstream(c, item[1])
@@ -227,9 +263,25 @@ function graph.extend(c, flow_id, items, late)
   end
   local problem = late_problem(c, flow_id, late, created)
   if problem then return nil, problem end
-  for _, item in ipairs(fresh) do creating.create(c, unpack(item)) end
+  for _, each in ipairs(more) do
+    for _, id in ipairs({ edges.id_of(c, each[2]), edges.id_of(c, each[6]) }) do
+      local known = upstream(c, id)
+      if not known or known.flow_id ~= flow_id then
+        return nil, reply.err('execution_not_in_flow', id)
+      end
+    end
+  end
+  local f, floor = flow.read(c, flow_id), floor_of(c, fresh, created, late)
+  if holds and not f.held_from then
+    flow.set(c, flow_id, 'held_from', flow.number(f, 'node_count') + 1, 'extending', '1')
+  end
+  -- First, because the ranks of new members follow from those of their upstreams.
+  graph.widen(c, flow_id, more)
+  for _, item in ipairs(fresh) do
+    item[5].floor = floor
+    creating.create(c, unpack(item))
+  end
   c:close()
-  local f = flow.read(c, flow_id)
   for _, each in ipairs(late) do
     local id = edges.id_of(c, each[6])
     reply.stop_with(graph.cycle_problem(c, flow_id, edges.id_of(c, each[2]), id))
@@ -240,7 +292,16 @@ function graph.extend(c, flow_id, items, late)
   return #fresh + #late
 end
 
--- The items and late edges from the arguments: number of items, items, msgpack list of late edges.
+-- Lets members run that were held until all of an extension was there.
+function graph.end_extension(c, flow_id)
+  if not flow.read(c, flow_id).extending then return end
+  flow.clear(c, flow_id, 'extending')
+  flow.release(c, flow_id)
+  c:close()
+end
+
+-- The items and edges from the arguments: number of items, items, late edges and more edges, each a
+-- msgpack list.
 function graph.parts(args, first, common)
   local items, at = {}, first + 1
   for i = 1, tonumber(args[first]) do
@@ -248,7 +309,7 @@ function graph.parts(args, first, common)
       creating.options(common, args[at + 4]) }
     at = at + 5
   end
-  return items, cmsgpack.unpack(args[at])
+  return items, cmsgpack.unpack(args[at]), cmsgpack.unpack(args[at + 1] or EMPTY_LIST)
 end
 
 function graph.upstream(c, id) return upstream(c, id) end

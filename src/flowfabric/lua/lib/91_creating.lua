@@ -148,10 +148,11 @@ local function specify_member(c, rec, opts, set)
   set('node', opts.node)
   set('join', opts.join)
   set('out', opts.out and '1')
+  local rank = graph.rank(c, deps, opts.floor)
+  if rank ~= 0 then set('rank', values.text(rank)) end
   if #deps > 0 then
     rec.state = S.waiting_children('f')
-    set('deps', values.text(#deps) .. ' 0 0 0 p')
-    set('rank', values.text(graph.rank(c, deps)))
+    set('deps', values.text(opts.inbound or #deps) .. ' 0 0 0 p')
     set('named', opts.named and '1')
   elseif f.held_from then
     rec.state = S.held('f')

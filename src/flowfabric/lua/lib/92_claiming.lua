@@ -214,7 +214,7 @@ local function optional_parts(c, id, rec, mode)
     tonumber(rec.execution_deadline_at) or false,
     mode == 'resumed' and suspension.cause(c, id, rec) or false,
     rec.flow_id or false,
-    rec.named and edges.inputs(c, id, rec) or false,
+    rec.named and edges.claimed_inputs(c, id, rec) or false,
   }
 end
 
@@ -266,6 +266,7 @@ local function add_row(c, want, id, rec, mode, rows)
   local row = claiming.row(c, id, rec, mode)
   rows[#rows + 1] = row
   want.bytes = want.bytes + (row[6] and #row[6] or 0) + (tonumber(rec.tagged) or 0)
+    + (rec.input_bytes or 0)
 end
 
 -- Claims one candidate if possible; true if it cannot be claimed now but stays in its index.

@@ -4,6 +4,8 @@ local DEFAULT_MAX_REPLAYS = 10
 local PAGE = 64
 -- How many executions an error names.
 local MAX_NAMED = 100
+-- What running a member again costs, in edges resolved.
+local UNITS = 4
 
 -- The record has the last failure of any attempt; the archive only what ended this one.
 local function ended_with(rec)
@@ -19,8 +21,9 @@ end
 local function unmet(c, id, rec)
   local found = {}
   for _, text in pairs(values.fields(server.call('HGETALL', K.into(c.tag, rec.flow_id, id)))) do
-    local e = edges.parse(id, text)
-    if edges.is_impossible(e) then found[#found + 1] = edges.id_of(c, e.upstream) end
+    if edges.is_impossible(text) then
+      found[#found + 1] = edges.id_of(c, edges.parse(id, text).upstream)
+    end
   end
   table.sort(found)
   return found
@@ -63,24 +66,44 @@ local function archive(c, id, rec)
   record.archive(c, id, rec, ended, ended_with(rec))
 end
 
--- Opens edges of a member again: those from `upstream` and, with `unmet`, the impossible ones. They
--- accept a later run of their upstream only. Returns the counters, and the edges that were opened.
-local function open_edges(c, id, rec, upstream, unmet)
-  local key, g, opened = K.into(c.tag, rec.flow_id, id), edges.group(id, rec), {}
+-- The line of an edge that is open again, and the edge.
+local function opened_line(id, line)
+  local e = edges.parse(id, line)
+  e.state, e.resolved = 'u', ''
+  return edges.format(e), e
+end
+
+local function comes_from(id, line, upstream)
+  return string.find(line, upstream, 1, true) and edges.parse(id, line).upstream == upstream
+end
+
+-- Opens edges of a member again: the impossible ones, and those from `upstream`. They accept a later
+-- run of their upstream only. Returns the counters, and the edges that were opened.
+local function open_edges(c, id, rec, upstream)
+  local key, g, opened, lines = K.into(c.tag, rec.flow_id, id), edges.group(id, rec), {}, {}
   local flat = server.call('HGETALL', key)
   g.succeeded, g.failed, g.skipped, g.state = 0, 0, 0, 'p'
   for i = 1, #flat, 2 do
-    local e = edges.parse(id, flat[i + 1])
-    local counter = edges.COUNTERS[e.state]
-    if counter and (e.upstream == upstream or unmet and edges.is_impossible(e)) then
-      e.state, e.resolved = 'u', ''
-      server.call('HSET', key, flat[i], edges.format(e))
-      opened[#opened + 1] = { flat[i], e.upstream }
+    local line = flat[i + 1]
+    local counter = edges.counter(line)
+    if counter and (edges.is_impossible(line) or upstream and comes_from(id, line, upstream)) then
+      local text, e = opened_line(id, line)
+      values.append(lines, { flat[i], text })
+      opened[#opened + 1] = { flat[i], e }
     elseif counter then
       g[counter] = g[counter] + 1
     end
   end
+  values.call('HSET', key, lines)
+  cascade.spend(c, #opened)
   return g, opened
+end
+
+-- Whether the upstream of an opened edge has ended again meanwhile.
+local function has_ended_again(c, e)
+  local up = server.call('HMGET', K.core(c.tag, edges.id_of(c, e.upstream)), 'state', 'replay_count')
+  return up[1] and S.is_code(up[1]) and S.is_terminal(up[1])
+    and tonumber(up[2] or 0) > tonumber(e.run)
 end
 
 -- Runs a terminal execution again; a skipped member waits for its dependencies first. `how`: reason,
@@ -88,10 +111,11 @@ end
 function replaying.run_again(c, id, rec, how, upstream)
   local policy = record.policy(c, id)
   local count, keeps_steps = tonumber(rec.replay_count or 0), how.keeps_steps
+  cascade.spend(c, UNITS)
   local waits = rec.flow_id and rec.deps and (upstream or S.is_skipped(rec.state))
   local g, opened
   if waits then
-    g, opened = open_edges(c, id, rec, upstream, true)
+    g, opened = open_edges(c, id, rec, upstream)
     g.state = edges.verdict(c, id, rec, g) or 'p'
     record.set(c, id, rec, 'deps', edges.group_text(g))
     record.clear(c, id, rec, 'decided_at', 'decided_by', 'siblings', 'sibling_scan')
@@ -134,30 +158,37 @@ function replaying.run_again(c, id, rec, how, upstream)
     waiting.ring(c, rec)
     return
   end
-  for _, each in ipairs(opened) do graph.resolve_ended(c, rec.flow_id, each[1], id, each[2]) end
+  for _, each in ipairs(opened) do
+    local edge_id, e = each[1], each[2]
+    if has_ended_again(c, e) then graph.resolve_ended(c, rec.flow_id, edge_id, id, e.upstream) end
+  end
   record.look_again(c, id, rec)
 end
 
 local HOW = { reason = 'upstream replayed', requested_by = '' }
 
 -- Has a child that another upstream reopened before wait for the new run of this one, too.
-local function reopen_more(c, id, rec, upstream)
-  local blocked = S.is_blocked_by_dependencies(rec.state)
-  if rec.subflow_open or not blocked and edges.group(id, rec).state ~= 's' then return end
-  local g, opened = open_edges(c, id, rec, upstream)
-  if #opened == 0 then return end
+local function reopen_more(c, id, rec, edge_id)
+  local blocked, g = S.is_blocked_by_dependencies(rec.state), edges.group(id, rec)
+  if rec.subflow_open or not blocked and g.state ~= 's' then return end
+  local key = K.into(c.tag, rec.flow_id, id)
+  local line = server.call('HGET', key, edge_id)
+  local counter = line and edges.counter(line)
+  if not counter then return end
+  server.call('HSET', key, edge_id, (opened_line(id, line)))
+  g[counter] = math.max(0, g[counter] - 1)
   g.state = edges.verdict(c, id, rec, g) or 'p'
   record.set(c, id, rec, 'deps', edges.group_text(g))
   if g.state == 'p' and not blocked then flow.block(c, id, rec) end
 end
 
 -- Reopens one child of a member that runs again, if it has ended; returns its record then.
-local function reopen_child(c, id, upstream, all)
+local function reopen_child(c, id, upstream, all, edge_id)
   local rec = record.checked(c, id)
   if not rec then return nil end
   if not S.is_terminal(rec.state) then
     if S.is_blocked_by_dependencies(rec.state) or S.awaits_replay(rec.state) then
-      reopen_more(c, id, rec, upstream)
+      reopen_more(c, id, rec, edge_id)
     end
     return nil
   end
@@ -182,16 +213,18 @@ function replaying.reopen(c, work, all)
       local page = server.call('ZRANGE', K.out(c.tag, flow_id, each.id), '(' .. from, '+inf',
         'BYSCORE', 'LIMIT', 0, limit, 'WITHSCORES')
       for n = 1, #page, 2 do
+        -- One unit may need the room of many.
+        if cascade.room(c) <= 0 then break end
         local child = edges.id_of(c, string.sub(page[n], 38))
         local rec = cascade.unit(c, { all and 'R' or 'r', flow_id, upstream,
-          edges.uuid_of(child) }, reopen_child, child, upstream, all)
+          edges.uuid_of(child) }, reopen_child, child, upstream, all, string.sub(page[n], 1, 36))
         if rec then
           count = count + 1
           if rec.out then work[#work + 1] = { id = child, rec = rec } end
         end
         from = page[n + 1]
       end
-      done = #page < 2 * limit
+      done = #page < 2 * limit and (#page == 0 or from == page[#page])
     end
     if done then
       server.call('HDEL', backlog, name)
@@ -233,6 +266,7 @@ function replaying.flow(c, flow_id, from, which)
     local page = server.call('ZRANGE', key, '(' .. from, '+inf', 'BYSCORE', 'LIMIT', 0, limit,
       'WITHSCORES')
     for i = 1, #page, 2 do
+      if cascade.room(c) <= 0 then break end
       local id, rec = page[i], nil
       local name = { PREFIX[which], flow_id, edges.uuid_of(id) }
       local done = cascade.unit(c, name, function()
@@ -246,7 +280,7 @@ function replaying.flow(c, flow_id, from, which)
       end
       from = page[i + 1]
     end
-    last = #page < 2 * limit
+    last = #page < 2 * limit and (#page == 0 or from == page[#page])
   end
   if last then
     server.call('HDEL', backlog, flow_id)
