@@ -18,6 +18,8 @@ from tests.support.command import COMMAND, Cli, Done
 from tests.support.engine import Engine
 from tests.support.flows import TestFlow, drained, graph, set_units, submitted
 from tests.support.scanning import break_record, idle
+from tests.support.subflows import child, parent
+from tests.support.subflows import drained as settle_subflow
 
 
 def ok(done: Done) -> Done:
@@ -117,6 +119,16 @@ async def test_the_tree_names_joins_inputs_and_kinds(cli: Cli, engine: Engine) -
     assert lines["race"] == "any of a, b, then cancels the rest; 0 of 2 satisfied"
     assert lines["vote"] == "2 of a, b, c; 0 of 3 satisfied"
     assert lines["clean"] == "c (failure), winner=race (any end); 0 of 2 satisfied"
+
+
+async def test_the_tree_names_the_flow_that_a_member_runs(cli: Cli, engine: Engine) -> None:
+    flow = await parent(engine, "a>s>z")
+    sub = await child(flow, "x", spread=True)
+    await settle_subflow(engine, flow, sub)
+    rows = cells(await tree(cli, flow))
+    assert rows[1][1:3] == ["subflow", "waiting_children"]
+    assert rows[1][-1] == f"before=a; runs flow {sub.flow_id}"
+    assert (await cli("flow", "show", sub.flow_id)).out.count(flow.nodes["s"].compact) == 1
 
 
 async def test_equal_branches_are_one_line_with_counts(cli: Cli, engine: Engine) -> None:

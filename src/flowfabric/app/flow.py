@@ -26,8 +26,8 @@ from flowfabric.core.contracts.flows import (
     FlowReplayed,
     FlowSnapshot,
 )
-from flowfabric.core.durations import Duration
-from flowfabric.core.errors import CorruptionError, NotFoundError, invalid_input
+from flowfabric.core.durations import Duration, to_ms
+from flowfabric.core.errors import CorruptionError, NotFoundError, TimeoutError_, invalid_input
 from flowfabric.core.ids import (
     ExecutionId,
     new_uuid,
@@ -164,18 +164,29 @@ class Flow:
         return {node.key: value for node, (_, value) in zip(done, found, strict=True)}
 
     async def cancel(
-        self, reason: str = "", policy: CancellationPolicy = "cancel_all"
+        self,
+        reason: str = "",
+        policy: CancellationPolicy = "cancel_all",
+        timeout: Duration | None = None,
     ) -> CancelFlowOutcome:
         """Cancel the flow, and with it its nodes.
 
         `cancel_pending` lets nodes finish that run already; `flow_only` lets all of them finish
-        and only keeps new ones out.
+        and only keeps new ones out. The last nodes of a large flow end in the background; with
+        `timeout`, at most 5 minutes, it waits for them.
         """
         if policy not in typing.get_args(CancellationPolicy):
             named = ", ".join(typing.get_args(CancellationPolicy))
             raise invalid_input("policy", f"must be one of {named}")
         client = await self._app.client()
-        return await client.cancel_flow(self.id, reason, cancellation_policy=policy)
+        wait_ms = 0 if timeout is None else to_ms(timeout, "timeout")
+        try:
+            return await client.cancel_flow(
+                self.id, reason, cancellation_policy=policy, wait_timeout_ms=wait_ms
+            )
+        except TimeoutError_ as error:
+            told = f"Some nodes of flow {self.id} did not end in time. Cancelling continues."
+            raise TimeoutError(told) from error
 
     async def replay(self, *, cancelled: bool = False) -> FlowReplayed:
         """Rerun the nodes that failed or expired; what was skipped after them waits again.
@@ -227,6 +238,7 @@ class Flow:
                 execution_id=member.execution_id,
                 task=member.execution_kind,
                 state=member.public_state,
+                subflow_id=member.subflow_id,
             )
 
     async def watch(self) -> AsyncIterator[NodeChange]:

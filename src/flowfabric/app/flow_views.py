@@ -24,6 +24,8 @@ class GraphNodeView(msgspec.Struct, frozen=True, kw_only=True):
     execution_id: ExecutionId
     task: str
     state: PublicState
+    subflow_id: str | None = None
+    """The flow that it runs, if it was added with `flow.subflow()`."""
 
 
 class GraphEdgeView(msgspec.Struct, frozen=True, kw_only=True):

@@ -156,7 +156,7 @@ def _tree_row(tree: Tree, line: Line, length: int | None) -> Row:
         "TASK": first.execution_kind,
         "STATE": _state(line.members),
         "ID": id_cell(first.execution_id, length) if alone else "-",
-        "WAITS FOR": "; ".join(filter(None, (_sources(tree, line), _verdict(line)))),
+        "WAITS FOR": "; ".join(filter(None, (_sources(tree, line), _verdict(line), _owned(line)))),
     }
 
 
@@ -196,6 +196,12 @@ def _labelled(name: str, passed: set[str]) -> str:
     """`input=name` if all that comes from there has one name."""
     (only,) = passed if len(passed) == 1 else ("",)
     return f"{only}={name}" if only else name
+
+
+def _owned(line: Line) -> str:
+    """The flow that a member runs."""
+    subflow_id = line.members[0].subflow_id if len(line.members) == 1 else None
+    return f"runs flow {subflow_id}" if subflow_id else ""
 
 
 def _verdict(line: Line) -> str:

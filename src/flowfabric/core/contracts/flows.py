@@ -347,6 +347,8 @@ class FlowMember(msgspec.Struct, frozen=True, kw_only=True):
     execution_kind: str
     join: JoinSnapshot | None = None
     """How far its dependencies are decided; None without any."""
+    subflow_id: str | None = None
+    """The flow that it owns and waits for; None unless it is of kind `subflow`."""
 
 
 class FlowSnapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -382,8 +382,8 @@ def _listing(flow_id: str, raw: Any) -> flows.FlowListing:
 
 def _member(row: Sequence[Any]) -> flows.FlowMember:
     execution_id = ExecutionId.trusted(text(row[1]))
-    names = ("node", "state", "execution_kind", "deps", "join")
-    stored = Stored.from_row(execution_id, names, (*row[2:7], *[None] * 5))
+    names = ("node", "state", "execution_kind", "deps", "join", "subflow")
+    stored = Stored.from_row(execution_id, names, (*row[2:8], *[None] * 6))
     vector = StateVector.from_code(stored.text("state"), execution_id)
     return flows.FlowMember(
         execution_id=execution_id,
@@ -392,4 +392,6 @@ def _member(row: Sequence[Any]) -> flows.FlowMember:
         public_state=vector.public_state,
         execution_kind=stored.text("execution_kind"),
         join=flow_records.join_snapshot(execution_id, stored),
+        # The tag of another partition may follow.
+        subflow_id=stored.text("subflow", "").partition(" ")[0] or None,
     )
