@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from flowfabric.core.contracts.flows import AnyOf, FlowGraph, GraphEdge, GraphNode
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.executions import Completion
-from tests.support.engine import Engine
+from tests.support.engine import Engine, refused
 from tests.support.flows import TestFlow, drained, without_followups
 from tests.support.server_time import ServerMeter
 
@@ -158,3 +159,28 @@ async def test_a_member_waits_for_very_many_children(engine: Engine) -> None:
             await drained(engine, flow.tag)
         assert set(flow.claims["n0"].inputs.inputs) == {child.key for child in children}
     assert max(meter.most.values()) <= MOST_COMMANDS
+
+
+async def test_an_edge_to_the_start_of_a_very_long_chain(engine: Engine) -> None:
+    flows, length = engine.backend.flows, 1000
+    names = [f"n{n}" for n in range(length)]
+    graph = FlowGraph(
+        flow_id=new_uuid(),
+        flow_kind="chain",
+        nodes=tuple(GraphNode(key=key, execution_kind="job") for key in names),
+        edges=tuple(GraphEdge(frm=a, to=b) for a, b in itertools.pairwise(names)),
+    )
+    submitted: Any = await flows.submit_flow(graph)
+    flow = TestFlow(engine, submitted)
+    first = await engine.create(execution_id=flow.new_member_id())
+    async with ServerMeter(engine) as meter:
+        await flows.add_execution_to_flow(flow.flow_id, first)
+        await flows.add_dependency(flow.flow_id, first, flow.nodes["n0"])
+        await flows.extend_flow(
+            flow.flow_id,
+            [GraphNode(key="x", execution_kind="job"), GraphNode(key="y", execution_kind="job")],
+            [GraphEdge(frm="x", to="y"), GraphEdge(frm="y", to="n0")],
+        )
+    assert max(meter.most.values()) <= 60
+    for end in ("n0", "n500", "n999"):
+        await refused(flows.add_dependency(flow.flow_id, flow.nodes[end], first), "cycle_detected")

@@ -27,6 +27,7 @@ _MAX_WARNED = 1000
 _U16_DIGITS = 5
 # Calls in flight at a time, so that other work gets in between.
 _IN_FLIGHT = 16
+_FIELDS_AT_ONCE = 500
 S = TypeVar("S", int, str)
 Item = TypeVar("Item")
 T = TypeVar("T")
@@ -166,6 +167,17 @@ class FunctionCalls:
             return await self.transport.call(command, key, *args, key=key)
         except TransportError as error:
             raise _typed(error, place) from None
+
+    async def scan(self, place: str, key: str, match: str = "*") -> dict[bytes, bytes]:
+        """The fields of a hash of any size, read in pages; `match`: a pattern of their names."""
+        found: dict[bytes, bytes] = {}
+        cursor: Any = b"0"
+        while True:
+            page = ("HSCAN", key, cursor, "MATCH", match, "COUNT", _FIELDS_AT_ONCE)
+            cursor, flat = await self.read(place, *page)
+            found |= zip(flat[::2], flat[1::2], strict=True)
+            if cursor == b"0":
+                return found
 
     async def ask(
         self,

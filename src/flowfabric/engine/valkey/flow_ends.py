@@ -103,11 +103,9 @@ class FlowEnds(FlowReads):
     async def _failed_members(self, tag: str, flow_id: str) -> tuple[ExecutionId, ...]:
         failed: set[str] = set()
         for name in ("cascade_failed", "cascade_poison"):
-            raw = await self._calls.read("failed units", "HKEYS", keys.index(tag, name))
-            for entry in map(text, raw):
-                kind, flow, *rest = entry.split("|")
-                if (kind, flow) == ("c", flow_id):
-                    failed.add(rest[0])
+            key = keys.index(tag, name)
+            found = await self._calls.scan(f"{key}: failed units", key, f"c|{flow_id}|*")
+            failed.update(text(entry).split("|")[2] for entry in found)
         members = await self._member_ids(flow_id, None) if failed else ()
         return tuple(member for member in members if member.uuid in failed)
 

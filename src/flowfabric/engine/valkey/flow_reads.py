@@ -33,7 +33,6 @@ from flowfabric.engine.valkey.pages import (
 from flowfabric.engine.valkey.places import ValkeyPlaces
 
 _MEMBERS_AT_ONCE = 500
-_EDGES_AT_ONCE = 500
 _FLOWS_AT_ONCE = 100
 _PARTITIONS_AT_ONCE = 16
 _MAX_PAGE = 1000
@@ -302,20 +301,12 @@ class FlowReads:
         if stored is None:
             return []
         key, place = keys.into(child.tag, flow_id, child), f"flow {flow_id}: edges"
-        lines: dict[str, bytes] = {}
-        position: Any = b"0"
-        while True:
-            position, page = await self._calls.read(
-                place, "HSCAN", key, position, "COUNT", _EDGES_AT_ONCE
-            )
-            lines |= zip(map(text, page[::2]), page[1::2], strict=True)
-            if position == b"0":
-                break
+        lines = await self._calls.scan(place, key)
         return sorted(
             (
                 (flow_records.edge_number(text(line)), edge)
                 for edge_id, line in lines.items()
-                if (edge := _edge(flow_id, child.tag, edge_id, child.uuid, line, stored))
+                if (edge := _edge(flow_id, child.tag, text(edge_id), child.uuid, line, stored))
             ),
             key=lambda each: each[0],
         )

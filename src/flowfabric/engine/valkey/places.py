@@ -118,16 +118,10 @@ class ValkeyPlaces(Places):
         Under `ANYWHERE` stand those of lanes as a whole. What is malformed is told of once.
         """
         places: dict[str, dict[str, str]] = {}
-        cursor: Any = 0
-        while True:
-            reply = await self._calls.read(
-                f"{keys.PLACES}: registry", "HSCAN", keys.PLACES, cursor, "COUNT", 1000
-            )
-            cursor, flat = int(reply[0]), reply[1]
-            for place, stamp in zip(flat[::2], flat[1::2], strict=True):
-                self._take_place(places, lossless(place), lossless(stamp))
-            if cursor == 0:
-                return places
+        stored = await self._calls.scan(f"{keys.PLACES}: registry", keys.PLACES)
+        for place, stamp in stored.items():
+            self._take_place(places, lossless(place), lossless(stamp))
+        return places
 
     def _take_place(self, places: dict[str, dict[str, str]], place: str, stamp: str) -> None:
         number, _, lane = place.partition(" ")

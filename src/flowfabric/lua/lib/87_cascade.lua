@@ -6,6 +6,7 @@
 local PAGE = 64
 local MAX_FAILURES = 5
 local MAX_SEEN = 1000
+local MAX_CHILDREN = 256
 
 function cascade.room(c)
   c.units = c.units or SETTINGS.cascade_units
@@ -87,16 +88,23 @@ local function pass_result(c, id, rec, e, up_id, up)
   return true
 end
 
+-- Whether a member feeds another undecided join. Of very many children only the first are looked at:
+-- then it is spared.
 local function feeds_another(c, flow_id, up_id, child)
-  for _, member in ipairs(server.call('ZRANGE', K.out(c.tag, flow_id, up_id), 0, -1)) do
+  local key = K.out(c.tag, flow_id, up_id)
+  local members = server.call('ZRANGE', key, 0, MAX_CHILDREN - 1)
+  cascade.spend(c, math.floor(#members / PAGE))
+  for _, member in ipairs(members) do
     local other = edges.id_of(c, string.sub(member, 38))
     if other ~= child then
-      local rec = record.read(c, other)
-      if rec and not S.is_terminal(rec.state) and edges.group(other, rec).state == 'p' then
+      local found = server.call('HMGET', K.core(c.tag, other), 'state', 'deps')
+      if found[1] and not S.is_terminal(found[1])
+          and edges.group(other, { deps = found[2] }).state == 'p' then
         return true
       end
     end
   end
+  return #members == MAX_CHILDREN
 end
 
 local function cancel_sibling(c, flow_id, child, up_id, reason, spares)

@@ -16,6 +16,11 @@ local function upstream(c, id)
   return known or nil
 end
 
+local function set_rank(c, id, rank)
+  upstream(c, id).rank = rank
+  server.call('HSET', K.core(c.tag, id), 'rank', values.text(rank))
+end
+
 -- The counters of the flow are written once per call, by `settle`.
 local function grow(c, flow_id, f, name)
   f[name] = f[name] + 1
@@ -105,11 +110,8 @@ function graph.widen(c, flow_id, more)
     local id = edges.id_of(c, each[6])
     wide[id] = true
     if server.call('HEXISTS', K.edges(c.tag, flow_id), each[1]) == 0 then
-      local child, _, up = upstream(c, id), graph.add_edge(c, flow_id, f, id, each, 'u')
-      if up.rank >= child.rank then
-        child.rank = up.rank + 1
-        server.call('HSET', K.core(c.tag, id), 'rank', values.text(child.rank))
-      end
+      local _, up = graph.add_edge(c, flow_id, f, id, each, 'u')
+      if up.rank >= upstream(c, id).rank then set_rank(c, id, up.rank + 1) end
       if S.is_terminal(up.state) then ended[#ended + 1] = each end
     end
   end
@@ -171,16 +173,21 @@ local function walk(c, flow_id, id, up_id, rank)
   return ranks
 end
 
+-- Whether an edge could close a cycle. None can from a member that no edge leads to.
+local function may_close(c, flow_id, up_id, id)
+  return upstream(c, up_id).rank >= upstream(c, id).rank
+    and server.call('EXISTS', K.into(c.tag, flow_id, up_id)) == 1
+end
+
 -- The error if an edge would close a cycle, or nil; then the ranks of all that follow are raised.
 function graph.cycle_problem(c, flow_id, up_id, id)
   local up, child = upstream(c, up_id), upstream(c, id)
   if up.rank < child.rank then return nil end
+  -- A lower rank for one member is less than higher ones for all that follow.
+  if not may_close(c, flow_id, up_id, id) then return set_rank(c, up_id, child.rank - 1) end
   local ranks, problem = walk(c, flow_id, id, up_id, up.rank)
   if problem then return problem end
-  for each, rank in pairs(ranks) do
-    upstream(c, each).rank = rank
-    server.call('HSET', K.core(c.tag, each), 'rank', values.text(rank))
-  end
+  for each, rank in pairs(ranks) do set_rank(c, each, rank) end
 end
 
 -- The existing members that a member, new or not, comes after through new ones.
@@ -216,7 +223,7 @@ local function late_problem(c, flow_id, late, created)
       if rec and S.is_terminal(rec.state) then return reply.err('terminal', id) end
       for before in pairs(existing_before(c, created, up_id, {}, {})) do
         if before == id then return reply.err('cycle_detected') end
-        if upstream(c, before).rank >= upstream(c, id).rank then
+        if may_close(c, flow_id, before, id) then
           local _, problem = walk(c, flow_id, id, before, upstream(c, before).rank)
           if problem then return problem end
         end
