@@ -97,6 +97,28 @@ class Refund(pydantic.BaseModel):
     reason: str
 
 
+class Temperature:
+    """Not known to pydantic: its validator and its serializer convert it."""
+
+    def __init__(self, kelvin: float) -> None:
+        self.kelvin = kelvin
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Temperature) and other.kelvin == self.kelvin
+
+    def __hash__(self) -> int:
+        return hash(self.kelvin)
+
+
+class Weather(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(arbitrary_types_allowed=True)
+    now: Annotated[
+        Temperature,
+        pydantic.BeforeValidator(lambda it: it if isinstance(it, Temperature) else Temperature(it)),
+        pydantic.PlainSerializer(lambda it: it.kelvin, return_type=float),
+    ]
+
+
 ADDRESS = Address(streetName="Main St", since=date(2020, 2, 29))
 NOW = datetime(2026, 3, 1, 12, 30, 0, 123456, tzinfo=UTC)
 ORDER = Order(total=Decimal("9.90"), at=NOW, colours={Colour.RED}, address=ADDRESS)
@@ -140,6 +162,7 @@ CARRIED: list[tuple[Any, Any]] = [
     (Order, ORDER),
     (list[Order] | None, [ORDER]),
     (dict[str, Address], {"home": ADDRESS}),
+    (Weather, Weather(now=Temperature(280.5))),
     (Order | Refund, Refund(reason="late")),
     (list[Order | Refund | str], [ORDER, "text", Refund(reason="late")]),
     (Annotated[Order | Refund, pydantic.Field(discriminator="kind")], ORDER),
@@ -199,7 +222,19 @@ class Nested:
     inside: list[Plain]
 
 
+class Holder(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(arbitrary_types_allowed=True)
+    inside: list[Plain]
+
+
+class Hook(pydantic.BaseModel):
+    call: Callable[[], int]
+
+
 REFUSED: list[tuple[Any, str]] = [
+    (Holder, "contains Plain, which JSON cannot represent. Take or return a dataclass"),
+    (list[Order | Holder], "contains Plain, which JSON cannot represent"),
+    (Hook, "contains a function or a class, which JSON cannot represent"),
     (Plain, "contains Plain, which is not supported. Take or return a dataclass, a pydantic"),
     (Nested, "(Nested) contains Plain"),
     (Plain | None, "contains Plain"),

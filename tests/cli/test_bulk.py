@@ -184,7 +184,7 @@ async def test_a_terminal_asks_and_shows_progress(cli: Cli, engine: Engine) -> N
         await engine.claim()
         await engine.backend.executions.cancel_execution(ids[0])
         terminal.type("y\n")
-        await terminal.until("no longer matched.")
+        await terminal.until("no longer matching.")
         assert await terminal.process.wait() == 0
     assert "3/3" in terminal.seen
     assert "Cancelled 2 of 3 executions." in terminal.seen

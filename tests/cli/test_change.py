@@ -60,8 +60,10 @@ async def test_replay_with_a_reason(cli: Cli, engine: Engine) -> None:
 
 async def test_only_ended_ones_are_replayed(cli: Cli, engine: Engine) -> None:
     waiting = await engine.create()
-    done = await cli("replay", waiting)
-    assert (done.code, done.out) == (1, "")
+    ended = await engine.running()
+    await engine.backend.executions.complete(ended)
+    done = await cli("replay", waiting, ended.execution_id.uuid)
+    assert (done.code, done.out) == (1, f"{ended.execution_id.compact}  waiting\n")
     assert done.err.startswith(
         f"error: execution_not_terminal: {waiting.compact} is waiting\nhint: "
     )

@@ -26,7 +26,7 @@ async def pid() -> int:
 
 @app.task()
 async def until_stopped(ctx: ff.Context) -> int:
-    print(f"handler started in {os.getpid()}", flush=True)
+    print(f"handler started in {os.getpid()}")
     while not ctx.shutting_down:
         await asyncio.sleep(0.01)
     return os.getpid()
@@ -34,7 +34,7 @@ async def until_stopped(ctx: ff.Context) -> int:
 
 @app.task()
 async def forever() -> None:
-    print(f"handler started in {os.getpid()}", flush=True)
+    print(f"handler started in {os.getpid()}")
     await asyncio.Event().wait()
 """
 READY = "All 2 processes are ready."

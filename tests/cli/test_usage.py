@@ -131,7 +131,7 @@ def test_the_list_of_commands_says_what_their_own_help_says(name: str) -> None:
         (("ps", "--url", "nonsense"), "Invalid value for '--url': write valkey://nonsense"),
         (("--url", "redis://x", "ps"), "Invalid value for '--url': redis:// is not supported"),
         (("show",), "Missing argument 'ID'"),
-        (("replay", "1", "2"), "unexpected extra argument"),
+        (("replay", "1", "2", "--expected-replay-count", "1"), "needs one ID"),
         (("ps", "--kind", "x"), "No such option: --kind"),
         (("cancel", "1", "--lane", "x"), "pass either IDs or options"),
         (("cancel", "--state", "failed"), "cancel is for unfinished executions, not for 'failed'"),
@@ -141,6 +141,7 @@ def test_the_list_of_commands_says_what_their_own_help_says(name: str) -> None:
         (("status",), "No such command 'status'. Did you mean 'show'?"),
         (("retry",), "No such command 'retry'. Did you mean 'replay'?"),
         (("logs",), "No such command 'logs'. Did you mean 'tail'?"),
+        (("stauts",), "No such command 'stauts'. Did you mean 'show'?"),
     ],
 )
 async def test_typing_mistakes_end_with_2(bare: Cli, arguments: tuple[str, ...], said: str) -> None:

@@ -34,16 +34,16 @@ def mail(to: str) -> None:
 
 @app.task()
 async def until_stopped(ctx: ff.Context) -> str:
-    print("handler started", flush=True)
+    print("handler started")
     while not ctx.shutting_down:
         await asyncio.sleep(0.01)
-    print("handler sees the end", flush=True)
+    print("handler sees the end")
     return "finished"
 
 
 @app.task()
 async def forever() -> str:
-    print("handler started", flush=True)
+    print("handler started")
     if os.environ.get("ROLE") == "second":
         return "done by another"
     await asyncio.Event().wait()

@@ -21,7 +21,7 @@ app = ff.Fabric()
 
 @app.task()
 async def stubborn() -> None:
-    print("handler started", flush=True)
+    print("handler started")
     while True:
         try:
             await asyncio.sleep(3600)
@@ -31,20 +31,20 @@ async def stubborn() -> None:
 
 @app.task()
 async def threaded() -> None:
-    print("handler started", flush=True)
+    print("handler started")
     await asyncio.to_thread(time.sleep, 3600)
 
 
 @app.task()
 async def blocks() -> None:
-    print("handler started", flush=True)
+    print("handler started")
     time.sleep(3600)
 
 
 @app.task()
 async def blocks_in_c() -> None:
     # No signal handler of Python runs in the meantime.
-    print("handler started", flush=True)
+    print("handler started")
     library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
     library.pthread_mutex_lock(mutex)
     library.pthread_mutex_lock(mutex)

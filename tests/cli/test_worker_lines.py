@@ -33,7 +33,7 @@ async def call() -> None:
 
 @app.task()
 async def forever() -> None:
-    print("handler started", flush=True)
+    print("handler started")
     await asyncio.Event().wait()
 
 

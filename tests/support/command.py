@@ -80,7 +80,8 @@ class Cli:
 
     def __init__(self, folder: Path, **variables: str) -> None:
         self.folder = folder
-        clean = {name: v for name, v in os.environ.items() if not name.startswith("FF_")}
+        ours = ("FF_", "PYTHONUNBUFFERED")
+        clean = {name: v for name, v in os.environ.items() if not name.startswith(ours)}
         self.environment = clean | {"COLUMNS": "100"} | variables
 
     async def __call__(self, *arguments: str, **variables: str) -> Done:
@@ -110,7 +111,7 @@ class Cli:
             COMMAND,
             *arguments,
             cwd=self.folder,
-            env=self.environment | variables | {"PYTHONUNBUFFERED": "1"},
+            env=self.environment | variables,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

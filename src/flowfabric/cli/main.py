@@ -5,6 +5,7 @@ import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from inspect import iscoroutinefunction
 from typing import Annotated, Any, cast
@@ -97,8 +98,11 @@ class _Commands(TyperGroup):
     """Loads a command when it is called. Lists commands from the table without loading them."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] in SYNONYMS and not ctx.resilient_parsing:
-            ctx.fail(f"No such command {args[0]!r}. Did you mean {SYNONYMS[args[0]]!r}?")
+        known = self.commands
+        if args[0] not in known and not ctx.resilient_parsing:
+            [meant] = get_close_matches(args[0], [*known, *SYNONYMS], 1) or [""]
+            if meant in SYNONYMS:
+                ctx.fail(f"No such command {args[0]!r}. Did you mean {SYNONYMS[meant]!r}?")
         name, command, rest = super().resolve_command(ctx, args)
         return name, load_command(name) if name in COMMANDS else command, rest
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import PurePath
-from typing import Annotated, Any, ClassVar, Never, NoReturn, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Never, NoReturn, cast, get_args, get_origin
 
 import msgspec
 from msgspec import inspect
@@ -70,7 +70,7 @@ class Annotation:
             return f"is not supported: {error.message}. {_INSTEAD}."
         self.convert = partial(_validated, adapter.validate_json)
         self._known_to_msgspec = False
-        return ""
+        return _schema_problem(adapter.core_schema)
 
     def fit(self, value: Any, what: str) -> Any:
         """`convert`, or `PayloadMismatch` that names the value."""
@@ -166,6 +166,36 @@ def _is_model(kind: object) -> bool:
     return isinstance(kind, type) and all(hasattr(kind, part) for part in parts)
 
 
+def _schema_problem(schema: Any) -> str:
+    kind = next(_not_from_json(schema), None)
+    return "" if kind is None else f"contains {kind}, which JSON cannot represent. {_INSTEAD}."
+
+
+def _not_from_json(schema: Any) -> Iterator[str]:
+    """What a schema of pydantic accepts only as an object, and no code of a validator reads."""
+    match schema:
+        case {"type": "is-instance", "cls": kind}:
+            if not isinstance("", kind):
+                yield getattr(kind, "__name__", str(kind))
+        case {"type": "callable" | "is-subclass"}:
+            yield "a function or a class"
+        case {"type": "json-or-python", "json_schema": inner}:
+            yield from _not_from_json(inner)
+        case {"type": "lax-or-strict", "lax_schema": inner}:
+            yield from _not_from_json(inner)
+        case {"type": str(kind)} if kind.startswith("function-"):
+            return
+        case Mapping():
+            for name, inner in cast("Mapping[str, Any]", schema).items():
+                if name not in ("default", "metadata", "serialization"):
+                    yield from _not_from_json(inner)
+        case list() | tuple():
+            for inner in cast("Iterable[Any]", schema):
+                yield from _not_from_json(inner)
+        case _:
+            return
+
+
 def _mentioned(hint: Any) -> Iterator[Any]:
     yield hint
     for inner in get_args(hint):
@@ -200,7 +230,9 @@ def _problem_of_class(kind: type[Any]) -> str:
     if _is_model(kind):
         version = sys.modules["pydantic"].VERSION
         old = tuple(map(int, version.split(".")[:2])) < _PYDANTIC
-        return f"needs pydantic 2.11 or newer, and this is {version}." if old else ""
+        if old:
+            return f"needs pydantic 2.11 or newer, and this is {version}."
+        return _schema_problem(kind.__pydantic_core_schema__)
     if kind is object or issubclass(kind, (PurePath, ids.ExecutionId, ids.PartitionKey)):
         return ""
     instead = _INSTEAD

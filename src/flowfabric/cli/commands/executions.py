@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated
 
 import msgspec
@@ -15,7 +16,6 @@ from flowfabric.cli.selection import Selection
 from flowfabric.cli.views.detail import print_detail
 from flowfabric.cli.views.listing import change_printer, live_table, print_listing
 from flowfabric.cli.views.screen import Cell, Screen, print_json, print_result, state_cell
-from flowfabric.core.contracts.executions import ExecutionInfo
 from flowfabric.core.contracts.leases import Revoked
 from flowfabric.core.errors import EngineError, FlowFabricError, TransportError
 from flowfabric.core.ids import ExecutionId
@@ -120,25 +120,33 @@ async def cancel(
     if dry_run or not ids or not where.is_empty:
         await change_many(target, ids or (), where, change, dry_run=dry_run, yes=yes)
         return
+
+    async def run(backend: Backend, execution_id: ExecutionId) -> PublicState:
+        try:
+            return (await backend.executions.cancel_execution(execution_id, reason)).public_state
+        except EngineError as error:
+            raise await _with_state(backend, execution_id, error) from error
+
+    await _change_each(target, ids, run)
+
+
+async def _change_each(
+    target: Target,
+    ids: Sequence[str],
+    run: Callable[[Backend, ExecutionId], Awaitable[PublicState]],
+) -> None:
+    """Change the executions that people named, one by one; a refusal does not stop the others."""
     code = 0
     async with session.open_backend(target) as backend:
         for text in dict.fromkeys(ids):
             try:
-                await _cancel(target, backend, text, reason)
+                execution_id = await session.find_execution(backend, text, target.namespace)
+                _print_state(target, execution_id, await run(backend, execution_id))
             except TransportError:
                 raise
             except FlowFabricError as error:
                 code = max(code, report(error, as_json=target.as_json))
     raise typer.Exit(code)
-
-
-async def _cancel(target: Target, backend: Backend, text: str, reason: str) -> None:
-    execution_id = await session.find_execution(backend, text, target.namespace)
-    try:
-        done = await backend.executions.cancel_execution(execution_id, reason)
-    except EngineError as error:
-        raise await _with_state(backend, execution_id, error) from error
-    _print_state(target, execution_id, done.public_state)
 
 
 async def _with_state(
@@ -154,7 +162,7 @@ async def _with_state(
 
 async def replay(
     target: Target,
-    id_: options.OptionalId = None,
+    ids: options.OptionalIds = None,
     *,
     where: Selection,
     reason: Annotated[str, value("TEXT", "The reason to store with the new attempt.")] = "",
@@ -169,14 +177,17 @@ async def replay(
 ) -> None:
     """Rerun finished executions under the same ids.
 
-    Pass an id, or options that select executions. With options, the command counts the executions
-    that match all of them, and asks before it reruns them.
+    Pass ids, or options that select executions. With options, the command counts the executions
+    that match all of them, and asks before it reruns them. If an execution cannot be rerun, the
+    others still are.
     """
     requested_by = session.user_name() if by is None else by
 
-    async def run(backend: Backend, info: ExecutionInfo, expected: int | None) -> PublicState:
+    async def replay_one(
+        backend: Backend, execution_id: ExecutionId, expected: int | None
+    ) -> PublicState:
         done = await backend.executions.replay_execution(
-            info.execution_id,
+            execution_id,
             reason=reason,
             requested_by=requested_by,
             expected_replay_count=expected,
@@ -184,22 +195,21 @@ async def replay(
         )
         return done.public_state
 
+    if expected_replay_count is not None and (dry_run or not where.is_empty or len(ids or ()) != 1):
+        raise typer.BadParameter("needs one ID", param_hint="--expected-replay-count")
     change = Change(
         *("replay", "replayed"),
         finished=True,
         # The count makes sure that it is still the end that was seen.
-        apply=lambda backend, info: run(backend, info, info.replay_count),
+        apply=lambda backend, info: replay_one(backend, info.execution_id, info.replay_count),
     )
-    if dry_run or id_ is None or not where.is_empty:
-        if expected_replay_count is not None:
-            raise typer.BadParameter("needs one ID", param_hint="--expected-replay-count")
-        ids = () if id_ is None else (id_,)
-        await change_many(target, ids, where, change, dry_run=dry_run, yes=yes)
+    if dry_run or not ids or not where.is_empty:
+        await change_many(target, ids or (), where, change, dry_run=dry_run, yes=yes)
         return
-    async with session.open_execution(target, id_) as (backend, execution_id):
+
+    async def run(backend: Backend, execution_id: ExecutionId) -> PublicState:
         try:
-            info = await backend.reads.read_execution_info(execution_id)
-            state = await run(backend, info, expected_replay_count)
+            return await replay_one(backend, execution_id, expected_replay_count)
         except EngineError as error:
             if error.code != "replay_not_allowed":
                 raise await _with_state(backend, execution_id, error) from error
@@ -210,7 +220,8 @@ async def replay(
                 f"to replay it once more, pass --expected-replay-count {error.detail}",
                 *error.details,
             ) from error
-    _print_state(target, execution_id, state)
+
+    await _change_each(target, ids, run)
 
 
 async def purge(

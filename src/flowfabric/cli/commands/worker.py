@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -112,6 +112,10 @@ def worker(
 
     With --processes, a process that dies is restarted, and every log line names its process.
     """
+    # What handlers print must appear at once, also in a pipe.
+    reconfigure: Any = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(line_buffering=True)
     target = Target.of(context, url, namespace, as_json=json_logs)
     member = Member.current()
     as_json = set_up_logs(log_level, as_json=json_logs, process=member and member.number)
