@@ -10,7 +10,10 @@
 record.register_function('ff_replay', record.checked, function(c, id, rec, args)
   -- First, because the new run may have ended before the repeat arrives.
   local answer = operator.answered(rec, args[6])
-  if answer then return reply.ok(answer, 0) end
+  if answer then
+    local state, count = string.match(answer, '^(%S+) (%d+)$')
+    return reply.ok(state, tonumber(count))
+  end
   reply.stop_with(replaying.problem(c, id, rec, args[7] == '1'))
   if args[4] ~= '' and tonumber(args[4]) ~= tonumber(rec.replay_count or 0) then
     return reply.err('replay_not_allowed', rec.replay_count or '0')
@@ -21,6 +24,6 @@ record.register_function('ff_replay', record.checked, function(c, id, rec, args)
   if args[8] ~= '0' and rec.out then
     reopened = replaying.reopen(c, { { id = id, rec = rec } }, args[8] == '2')
   end
-  operator.remember(c, id, rec, args[6], S.public(rec.state))
+  operator.remember(c, id, rec, args[6], S.public(rec.state) .. ' ' .. values.text(reopened))
   return reply.ok(S.public(rec.state), reopened, cascade.told(c))
 end, {})

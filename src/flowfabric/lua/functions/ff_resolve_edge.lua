@@ -4,7 +4,8 @@
 --   that of any other.
 -- Replies: `satisfied` | `impossible` | `pending` | `already_fired` | `already_resolved`, whether the
 --   child got the result or was skipped (1 | 0). Errors: flow_not_found, invalid_dependency,
---   execution_not_terminal (the upstream). Events: completion (members that the edge ends).
+--   invariant_violation (counters that no edge is left for), execution_not_terminal (the upstream).
+--   Events: completion (members that the edge ends).
 register('ff_resolve_edge', function(keys, args)
   local c, flow_id, edge_id = Context.open(keys[1]), args[1], args[2]
   return reply.guarded(function()
@@ -13,7 +14,11 @@ register('ff_resolve_edge', function(keys, args)
     local id = uuid and edges.id_of(c, uuid)
     local text = id and server.call('HGET', K.into(c.tag, flow_id, id), edge_id)
     if not text then return reply.err('invalid_dependency', edge_id) end
-    local up_id = edges.id_of(c, edges.parse(id, text).upstream)
+    local e, rec = edges.parse(id, text), record.checked(c, id)
+    if rec and e.state == 'u' and edges.open_count(edges.group(id, rec)) < 1 then
+      return reply.err('invariant_violation', id, rec.deps or '')
+    end
+    local up_id = edges.id_of(c, e.upstream)
     local up = record.read(c, up_id) or { state = S.terminal(args[3], 'n') }
     if not S.is_terminal(up.state) then return reply.err('execution_not_terminal', up_id) end
     local answer, more = cascade.resolve(c, flow_id, edge_id, id, up_id, up)

@@ -168,27 +168,30 @@ end
 local HOW = { reason = 'upstream replayed', requested_by = '' }
 
 -- Has a child that another upstream reopened before wait for the new run of this one, too.
-local function reopen_more(c, id, rec, edge_id)
+local function reopen_more(c, id, rec, edge_id, line)
   local blocked, g = S.is_blocked_by_dependencies(rec.state), edges.group(id, rec)
   if rec.subflow_open or not blocked and g.state ~= 's' then return end
-  local key = K.into(c.tag, rec.flow_id, id)
-  local line = server.call('HGET', key, edge_id)
-  local counter = line and edges.counter(line)
-  if not counter then return end
-  server.call('HSET', key, edge_id, (opened_line(id, line)))
+  local counter, text, e = edges.counter(line), opened_line(id, line)
+  server.call('HSET', K.into(c.tag, rec.flow_id, id), edge_id, text)
   g[counter] = math.max(0, g[counter] - 1)
   g.state = edges.verdict(c, id, rec, g) or 'p'
   record.set(c, id, rec, 'deps', edges.group_text(g))
   if g.state == 'p' and not blocked then flow.block(c, id, rec) end
+  if has_ended_again(c, e) then graph.resolve_ended(c, rec.flow_id, edge_id, id, e.upstream) end
 end
 
--- Reopens one child of a member that runs again, if it has ended; returns its record then.
-local function reopen_child(c, id, upstream, all, edge_id)
+-- Reopens one child of a member that runs again, if it has ended; returns its record then. `run`:
+-- that of the member; what it has decided already stands.
+local function reopen_child(c, id, upstream, all, edge_id, run)
   local rec = record.checked(c, id)
   if not rec then return nil end
+  local line = server.call('HGET', K.into(c.tag, rec.flow_id, id), edge_id)
+  if not line or not edges.counter(line) or tonumber(edges.parse(id, line).run) >= run then
+    return nil
+  end
   if not S.is_terminal(rec.state) then
     if S.is_blocked_by_dependencies(rec.state) or S.awaits_replay(rec.state) then
-      reopen_more(c, id, rec, edge_id)
+      reopen_more(c, id, rec, edge_id, line)
     end
     return nil
   end
@@ -206,7 +209,7 @@ function replaying.reopen(c, work, all)
   while work[i] do
     local each = work[i]
     local flow_id, from, done = each.rec.flow_id, each.from or '0', false
-    local upstream = edges.uuid_of(each.id)
+    local upstream, run = edges.uuid_of(each.id), tonumber(each.rec.replay_count or 0)
     local name = table.concat({ all and 'a' or 's', flow_id, upstream }, '|')
     while not done and cascade.room(c) > 0 do
       local limit = math.min(PAGE, cascade.room(c))
@@ -217,7 +220,7 @@ function replaying.reopen(c, work, all)
         if cascade.room(c) <= 0 then break end
         local child = edges.id_of(c, string.sub(page[n], 38))
         local rec = cascade.unit(c, { all and 'R' or 'r', flow_id, upstream,
-          edges.uuid_of(child) }, reopen_child, child, upstream, all, string.sub(page[n], 1, 36))
+          edges.uuid_of(child) }, reopen_child, child, upstream, all, string.sub(page[n], 1, 36), run)
         if rec then
           count = count + 1
           if rec.out then work[#work + 1] = { id = child, rec = rec } end
