@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flowfabric.core.contracts.flows import AnyOf, JoinAll, JoinPolicy
@@ -342,15 +342,8 @@ class FlowModel:
         unmet = self.counted(member.key)[2]
         return "deps_not_satisfied" if member.state == "skipped" and strict and unmet else None
 
-    def _open(self, key: str, upstream: str, *, impossible: bool) -> Iterator[Edge]:
-        """Edges that wait for a later run: those from the upstream, impossible ones if asked."""
-        for edge in self.inbound(key):
-            mine = edge.frm == upstream and edge.state == "satisfied"
-            if mine or (edge.state == "impossible" and (impossible or edge.frm == upstream)):
-                edge.state = "open"
-                yield edge
-
     def _run_again(self, member: Member, upstream: str = "") -> None:
+        """`upstream`: it waits for the new run of this one, whatever that decided before."""
         waits = self.counted(member.key)[0] > 0 and (upstream or member.state == "skipped")
         member.runs, member.replayed = member.runs + 1, True
         member.retries = member.delay_until = 0
@@ -358,12 +351,25 @@ class FlowModel:
         if not waits:
             self._unblock(member)
             return
-        opened = list(self._open(member.key, upstream, impossible=True))
-        member.group = self.verdict(member.key) or "pending"
+        opened = [
+            edge
+            for edge in self.inbound(member.key)
+            if edge.state == "impossible" or (edge.state == "satisfied" and edge.frm == upstream)
+        ]
+        member.group = self._open(member.key, opened)
         if member.group == "satisfied":
             self._unblock(member)
             return
         member.state = "waiting_children"
+        self._resolve_again(opened)
+
+    def _open(self, key: str, opened: list[Edge]) -> str:
+        """How the join of the member stands when these edges wait for a later run."""
+        for edge in opened:
+            edge.state = "open"
+        return self.verdict(key) or "pending"
+
+    def _resolve_again(self, opened: list[Edge]) -> None:
         for edge in opened:
             self._resolve(edge, work := deque[str]())
             self._cascade(work)
@@ -372,19 +378,23 @@ class FlowModel:
         """Reopen what depends on these members that run again; returns how many members."""
         work, count = deque(keys), 0
         while work:
-            upstream = work.popleft()
-            for edge in self.outbound(upstream):
+            upstream = self.members[work.popleft()]
+            for edge in self.outbound(upstream.key):
+                decided = edge.state in ("satisfied", "impossible")
                 child = self.members[edge.to]
                 reopened = child.replayed and child.group == "satisfied" and not child.ended
+                if not decided or upstream.runs <= edge.run:
+                    # What the new run decided stands.
+                    continue
                 if child.state == "waiting_children" or reopened:
-                    if list(self._open(child.key, upstream, impossible=False)):
-                        child.group = self.verdict(child.key) or "pending"
+                    child.group = self._open(child.key, [edge])
                     if child.group == "pending":
                         child.state, child.held = "waiting_children", False
+                    self._resolve_again([edge])
                 elif child.ended and (everything or child.state == "skipped"):
                     if self._replay_problem(child):
                         continue
-                    self._run_again(child, upstream)
+                    self._run_again(child, upstream.key)
                     count += 1
                     work.append(child.key)
         return count

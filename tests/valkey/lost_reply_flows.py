@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from flowfabric.core.contracts.executions import NewExecution
-from flowfabric.core.contracts.flows import AnyOf, FlowGraph, GraphEdge, GraphNode
+from flowfabric.core.contracts.flows import AnyOf, Dependency, FlowGraph, GraphEdge, GraphNode
 from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from tests.support.engine import Engine
@@ -68,6 +70,33 @@ async def running_member(engine: Engine) -> Any:
     flow = await made(engine)
     await flow.claim()
     return flow.claims["a"].handle
+
+
+async def running_race(engine: Engine) -> Any:
+    """A member whose end decides a join, cancels a sibling and skips others."""
+    flow = await made(engine, "a>c b>c a>d>e", {"c": AnyOf("cancel_remaining")})
+    await flow.claim()
+    return flow.claims["a"].handle
+
+
+async def ended_children(engine: Engine) -> Members:
+    flow = await made(engine, "a>b>c a>c")
+    await flow.end("a", "failed")
+    return flow.nodes
+
+
+def complete_and_claim(backend: ValkeyBackend, handle: Any) -> Any:
+    request = ClaimRequest("default", "w", "w-1")
+    items = [Completion(handle, b"r")]
+    return backend.claims.complete_and_claim(handle.execution_id.tag, items, request, 5)
+
+
+def join_by_creation(backend: ValkeyBackend, nodes: Members) -> Any:
+    new = ExecutionId.parse(f"{nodes['a'].tag}:00000000-0000-4000-8000-000000000002")
+    upstreams = (Dependency(upstream=nodes["a"]), Dependency(upstream=nodes["b"]))
+    return backend.executions.create_execution(
+        NewExecution(execution_id=new, execution_kind="job", flow_id=FLOW, depends_on=upstreams)
+    )
 
 
 async def left_over(engine: Engine) -> Members:
@@ -173,6 +202,46 @@ FLOW_CASES: dict[str, Case] = {
     ),
     "flow_spawn_and_wait": Case(
         "ff_spawn", running_member, lambda b, h: b.flows.spawn_children(h, [_NODE], wait=True)
+    ),
+    "member_create": Case("ff_create", a_flow, join_by_creation, lambda o: o.execution_id),
+    "member_complete": Case(
+        "ff_complete", running_race, lambda b, h: b.executions.complete(h, b"r"), no_answer
+    ),
+    "member_complete_and_claim": Case(
+        "ff_complete", running_race, complete_and_claim, lambda told: len(told[1].claims)
+    ),
+    "member_fail": Case(
+        "ff_fail", running_race, lambda b, h: b.executions.fail(h, "x", "permanent"), no_answer
+    ),
+    "member_cancel": Case(
+        "ff_cancel", running_race, lambda b, h: b.executions.cancel(h, "x"), no_answer
+    ),
+    "member_wait": Case(
+        "ff_wait_children", running_race, lambda b, h: b.executions.wait_children(h)
+    ),
+    "member_replay": Case(
+        "ff_replay",
+        ended_children,
+        lambda b, n: b.executions.replay_execution(n["a"], reopen_downstream=True),
+    ),
+    "flow_submit_in_parts": Case(
+        "ff_submit_flow",
+        nothing,
+        lambda b, _: b.flows.submit_flow(text(" ".join(f"a>n{n}" for n in range(150)))),
+        ids_of,
+    ),
+    "flow_extend_in_parts": Case(
+        "ff_extend_flow",
+        a_flow,
+        lambda b, _: b.flows.extend_flow(
+            FLOW, [GraphNode(key=f"n{n}", execution_kind="job") for n in range(110)]
+        ),
+        ids_of,
+    ),
+    "flow_cancel_some": Case(
+        "ff_cancel_flow",
+        running_member,
+        lambda b, _: b.flows.cancel_flow(FLOW, "x", cancellation_policy="cancel_pending"),
     ),
     "flow_release": Case(
         "ff_release_flow", a_held_flow, lambda b, _: b.flows.release_flow(FLOW), no_answer

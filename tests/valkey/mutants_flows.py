@@ -401,7 +401,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         FLOW_CANCEL,
         "  server.call('ZADD', K.index(c.tag, 'cancel_backlog'), c:after(grace), flow_id)\n",
         "",
-        alone(test_flow_races.test_a_wait_for_members_ends_in_time),
+        alone(lambda e: test_flow_races.test_a_cancellation_in_small_steps(e, 2)),
     ),
     # --- holds and replays ---
     (
@@ -459,5 +459,14 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "g[counter] = math.max(0, g[counter] - 1)",
         "g.succeeded, g.failed, g.skipped = 0, 0, 0",
         test_flow_upkeep.test_a_replay_keeps_what_other_upstreams_decided,
+    ),
+    (
+        "what a current run decided stands",
+        REPLAYING,
+        "or tonumber(edges.parse(id, line).run) >= run then",
+        "then",
+        alone(
+            lambda e: test_flow_races.test_a_reopening_that_comes_late_changes_nothing(e, "failed")
+        ),
     ),
 ]

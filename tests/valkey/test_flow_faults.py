@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from flowfabric.core.contracts.flows import (
@@ -24,11 +25,19 @@ from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.base import ScanResult
 from flowfabric.valkey.address import parse_url
-from tests.support.engine import Engine, prepared_backend
-from tests.support.flows import TestFlow, drained, set_units, submitted, without_followups
+from tests.model.flow_model import ENDED
+from tests.support.engine import Engine, prepared_backend, refused
+from tests.support.flows import (
+    TestFlow,
+    drained,
+    graph,
+    set_units,
+    submitted,
+    without_followups,
+)
 from tests.support.scanning import break_record, idle
 from tests.support.server import TestServer
-from tests.valkey.test_flow_random import ENDED, Model, random_graph
+from tests.valkey.test_flow_random import model_of, random_graph
 
 UNITS = [1, 2, 3, 7]
 SCANNERS = (
@@ -69,11 +78,11 @@ async def queues(flow: TestFlow) -> list[str]:
 
 def expected(graph: FlowGraph, ends: dict[str, str]) -> dict[str, str]:
     """The states in which a graph ends if each member that runs ends like this."""
-    model = Model(graph)
-    while ready := [key for key, state in model.state.items() if state == "waiting"]:
+    model = model_of(graph)
+    while ready := [key for key, state in model.states.items() if state == "waiting"]:
         for key in ready:
             model.end(key, ends[key])
-    return model.state
+    return model.states
 
 
 @pytest.mark.parametrize("units", UNITS)
@@ -164,20 +173,30 @@ async def test_a_server_killed_between_chunks_loses_nothing() -> None:
                 engine, " ".join(f"r{n}>j" for n in range(40)), {"j": AnyOf("cancel_remaining")}
             )
             doomed = await submitted(engine, " ".join(f"n{n}" for n in range(40)))
+            wide = graph(" ".join(f"w{n}" for n in range(40)))
+            outcome = await backend.flows.submit_flow(msgspec.structs.replace(wide, hold=True))
+            assert isinstance(outcome, Submitted)
+            held = TestFlow(engine, outcome)
+            again = await submitted(engine, " ".join(f"u>s{n} s{n}>v" for n in range(40)))
+            await again.end("u", "failed")
+            await drained(engine, again.tag)
             await fan.end("root", "failed")
             await race.end("r0")
             await backend.flows.cancel_flow(doomed.flow_id, "stop", grace_ms=0)
+            await backend.flows.release_flow(held.flow_id)
+            assert (await backend.flows.replay_flow(again.flow_id)).pending
+        every = (fan, race, doomed, held, again)
         for _ in range(3):
             server.kill()
             server.start()
             async with await _joined(server) as backend:
-                for flow in (fan, race, doomed):
+                for flow in every:
                     flow.engine = Engine(backend)
                     await backend.flows.drain_cascade(int(flow.tag[4:-1]))
                 await backend.flows.drain_flow_cancel(doomed.flow_id)
         async with await _joined(server) as backend:
             engine = Engine(backend)
-            for flow in (fan, race, doomed):
+            for flow in every:
                 flow.engine = engine
                 await drained(engine, flow.tag)
             supervisor = idle(engine)
@@ -185,7 +204,9 @@ async def test_a_server_killed_between_chunks_loses_nothing() -> None:
             assert await fan.recount() == {"failed": 1, "skipped": 41}
             assert await race.recount() == {"completed": 1, "cancelled": 39, "waiting": 1}
             assert await doomed.recount() == {"cancelled": 40}
-            for flow in (fan, race, doomed):
+            assert await held.recount() == {"waiting": 40}
+            assert await again.recount() == {"waiting": 1, "waiting_children": 41}
+            for flow in every:
                 assert (await flow.snapshot()).members == await flow.recount()
                 assert await queues(flow) == []
             assert await supervisor.scan_once("dependency_reconciler") == ScanResult()
@@ -321,6 +342,31 @@ async def test_a_damaged_child_concerns_nobody_else(engine: Engine, damage: Any,
     assert sum(result.errors for result in results) == 1
     (unit,) = await engine.backend.upkeep.parked_units(flow.tag)
     assert flow.nodes["bad"].uuid in unit
+
+
+@pytest.mark.corrupts
+async def test_counters_that_have_no_edge_left(engine: Engine) -> None:
+    """08 §8: the child stays as it is."""
+    flow = await submitted(engine, "a>b")
+    await _full_counters(flow, "b")
+    await flow.end("a")
+    (edge,) = await engine.backend.flows.list_incoming_edges(flow.nodes["b"])
+    resolve = engine.backend.flows.resolve_dependency(flow.flow_id, edge.edge_id, "success")
+    error = await refused(resolve, "invariant_violation")
+    assert error.details == (flow.nodes["b"], "1 1 0 0 p")
+    assert await flow.state("b") == "waiting_children"
+
+
+@pytest.mark.corrupts
+async def test_a_child_that_names_another_flow(engine: Engine) -> None:
+    flow = await submitted(engine, "a b")
+    staged = await engine.backend.flows.stage_dependency_edge(
+        flow.flow_id, flow.nodes["a"], flow.nodes["b"]
+    )
+    other, core = new_uuid(), keys.core(flow.tag, flow.nodes["b"])
+    await engine.backend.transport.call("HSET", core, "flow_id", other)
+    apply = engine.backend.flows.apply_dependency_to_child(flow.flow_id, staged.edge_id)
+    assert (await refused(apply, "execution_already_in_flow")).details == (other,)
 
 
 @pytest.mark.corrupts

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from flowfabric.core.contracts.flows import (
@@ -124,6 +125,28 @@ async def test_an_upstream_that_runs_again_decides_nothing_yet(engine: Engine) -
     # The first end stands for b, which was told; the others hear of the second one.
     assert [(await flow.state(key)).value for key in "cd"] == ["skipped"] * 2
     assert await flow.state("b") == "active"
+
+
+@pytest.mark.parametrize("end", ["success", "failed"])
+async def test_a_reopening_that_comes_late_changes_nothing(engine: Engine, end: str) -> None:
+    """The member ended again before those after it were reopened: its new end counts."""
+    flow = await submitted(engine, "a>b a>c>d other")
+    await flow.end("a", "failed")
+    await set_units(engine, 1)
+    assert (await engine.backend.flows.replay_flow(flow.flow_id)).pending
+    assert await flow.state("c") == "skipped"
+    both = msgspec.structs.replace(_NEW, join=Quorum(2, "let_run"))
+    edges = [GraphEdge(frm="a", to="new"), GraphEdge(frm="other", to="new")]
+    flow.nodes |= (await engine.backend.flows.extend_flow(flow.flow_id, [both], edges)).nodes
+    await set_units(engine)
+    flow.claims.pop("a")
+    await flow.end("a", end)
+    await drained(engine, flow.tag)
+    await flow.end("other")
+    states = await flow.states()
+    good = end == "success"
+    assert [states[key] for key in ("b", "c", "new")] == ["waiting" if good else "skipped"] * 3
+    assert states["d"] == ("waiting_children" if good else "skipped")
 
 
 async def test_a_child_that_ended_is_left_alone(engine: Engine) -> None:
@@ -276,6 +299,23 @@ async def test_no_member_runs_after_the_cancellation(engine: Engine) -> None:
     for key in "bcd":
         info = await engine.backend.reads.read_execution_info(flow.nodes[key])
         assert (info.public_state.value, info.cancellation_reason) == ("cancelled", "why")
+
+
+@pytest.mark.parametrize("units", SMALL)
+async def test_a_cancellation_in_small_steps(engine: Engine, units: int) -> None:
+    await set_units(engine, units)
+    flow = await submitted(engine, "a b c d e f")
+    await drained(engine, flow.tag)
+    outcome = await engine.backend.flows.cancel_flow(flow.flow_id, "why")
+    assert outcome.kind == "cancellation_scheduled"
+    for _ in range(6):
+        before = (await flow.recount()).get("cancelled", 0)
+        cancelled, _, left = await engine.backend.flows.drain_flow_cancel(flow.flow_id)
+        assert (await flow.recount())["cancelled"] == before + cancelled == 6 - left
+        if not left:
+            break
+    assert await flow.recount() == {"cancelled": 6}
+    assert await engine.backend.flows.drain_flow_cancel(flow.flow_id) == (0, 0, 0)
 
 
 async def test_a_wait_for_members_ends_in_time(engine: Engine) -> None:

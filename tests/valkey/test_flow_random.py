@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 
 import pytest
 
@@ -18,63 +17,22 @@ from flowfabric.core.contracts.flows import (
     Submitted,
 )
 from flowfabric.core.ids import new_uuid
+from tests.model.flow_model import ENDED, Edge, FlowModel
 from tests.support.engine import Engine
 from tests.support.flows import TestFlow
 
-SATISFIED = {
-    "success_only": {"completed"},
-    "failure_only": {"failed"},
-    "terminal": {"completed", "failed", "cancelled", "skipped"},
-}
-ENDED = {"completed", "failed", "cancelled", "skipped"}
 
-
-class Model:
-    """The states of a graph by its rules, without storage."""
-
-    def __init__(self, graph: FlowGraph) -> None:
-        self.join = {node.key: node.join for node in graph.nodes}
-        self.inbound: dict[str, list[GraphEdge]] = {node.key: [] for node in graph.nodes}
-        self.outbound: dict[str, list[GraphEdge]] = {node.key: [] for node in graph.nodes}
-        for edge in graph.edges:
-            self.inbound[edge.to].append(edge)
-            self.outbound[edge.frm].append(edge)
-        self.state = {
-            key: "waiting_children" if edges else "waiting" for key, edges in self.inbound.items()
-        }
-        self.good = dict.fromkeys(self.state, 0)
-        self.bad = dict.fromkeys(self.state, 0)
-        self.decided: dict[str, bool] = {}
-
-    def end(self, key: str, state: str) -> None:
-        self.state[key] = state
-        work = deque([key])
-        while work:
-            up = work.popleft()
-            for edge in self.outbound[up]:
-                self._resolve(edge, self.state[up], work)
-
-    def _resolve(self, edge: GraphEdge, ended: str, work: deque[str]) -> None:
-        child = edge.to
-        if ended in SATISFIED[edge.kind]:
-            self.good[child] += 1
-        else:
-            self.bad[child] += 1
-        if child in self.decided:
-            return
-        n = len(self.inbound[child])
-        join = self.join[child]
-        k = n if isinstance(join, JoinAll) else 1 if isinstance(join, AnyOf) else join.k
-        if self.good[child] >= k:
-            self.decided[child] = True
-        elif self.bad[child] > n - k:
-            self.decided[child] = False
-        else:
-            return
-        if self.state[child] == "waiting_children":
-            self.state[child] = "waiting" if self.decided[child] else "skipped"
-            if not self.decided[child]:
-                work.append(child)
+def model_of(graph: FlowGraph) -> FlowModel:
+    """The graph by its rules, without storage; upstreams come before their children."""
+    model = FlowModel()
+    for node in graph.nodes:
+        edges = (
+            Edge(f"{edge.frm} {edge.to}", edge.frm, edge.to, edge.kind)
+            for edge in graph.edges
+            if edge.to == node.key
+        )
+        model.add(node.key, node.join, edges)
+    return model
 
 
 def random_graph(rng: random.Random) -> FlowGraph:
@@ -108,7 +66,7 @@ async def test_random_graphs(engine: Engine, units: int) -> None:
     await engine.backend.calls.fcall("ff_test_units", "{fp:0}", (units,), op="test")
     for _ in range(25):
         graph = random_graph(rng)
-        model = Model(graph)
+        model = model_of(graph)
         outcome = await engine.backend.flows.submit_flow(graph)
         assert isinstance(outcome, Submitted)
         flow = TestFlow(engine, outcome)
@@ -121,10 +79,10 @@ async def test_random_graphs(engine: Engine, units: int) -> None:
             raise AssertionError("the backlog never empties")
 
         await drain()
-        while left := [key for key, state in model.state.items() if state not in ENDED]:
+        while left := [key for key, state in model.states.items() if state not in ENDED]:
             key = rng.choice(left)
             how = rng.choice(("success", "success", "failed", "cancelled"))
-            if model.state[key] == "waiting_children":
+            if model.states[key] == "waiting_children":
                 how = "cancelled"
                 if rng.random() < 0.8:
                     continue
@@ -132,7 +90,7 @@ async def test_random_graphs(engine: Engine, units: int) -> None:
             model.end(key, {"success": "completed"}.get(how, how))
             await drain()
             states = {k: s.replace("active", "waiting") for k, s in (await flow.states()).items()}
-            assert states == model.state
+            assert states == model.states
         snapshot = await flow.snapshot()
         assert snapshot.finished_at is not None
         assert snapshot.members == await flow.recount()
