@@ -110,13 +110,6 @@ function record.add_or_clear(c, id, rec, fields, name, text)
   values.add(fields, name, text)
 end
 
-local function note(rec, ...)
-  for i = 1, select('#', ...), 2 do
-    local name, value = select(i, ...)
-    rec[name] = value
-  end
-end
-
 -- The only way to change state: writes the state and fields (name, value pairs), in the store and
 -- in `rec`. Leave the indexes of the old state first.
 function record.transition(c, id, rec, state, ...)
@@ -128,13 +121,17 @@ function record.transition(c, id, rec, state, ...)
   end
   if rec.flow_id then flow.count(c, rec.flow_id, rec.state, state) end
   rec.state = state
-  note(rec, ...)
+  for i = 1, select('#', ...), 2 do
+    local name, value = select(i, ...)
+    rec[name] = value
+  end
 end
 
 -- Sets fields (name, value pairs) that the next transition writes.
 function record.set_later(rec, ...)
-  rec.unwritten = { ... }
-  note(rec, ...)
+  local fields = { ... }
+  for i = 1, #fields, 2 do rec[fields[i]] = fields[i + 1] end
+  rec.unwritten = fields
 end
 
 -- Adds what `set_later` left to a list of fields. Another call may have changed it since.

@@ -262,13 +262,6 @@ function claiming.leave_to_others(c, id, rec, worker, key)
   waiting.ring(c, rec)
 end
 
-local function add_row(c, want, id, rec, mode, rows)
-  local row = claiming.row(c, id, rec, mode)
-  rows[#rows + 1] = row
-  want.bytes = want.bytes + (row[6] and #row[6] or 0) + (tonumber(rec.tagged) or 0)
-    + (rec.input_bytes or 0)
-end
-
 -- Claims one candidate if possible; true if it cannot be claimed now but stays in its index.
 local function consider(c, want, offered, id, key, rows)
   local rec = record.read(c, id)
@@ -298,7 +291,9 @@ local function consider(c, want, offered, id, key, rows)
   if mode == 'reclaimed' and end_at_cap(c, id, rec) then return false end
   want.suffix = suffix_of(#rows)
   claiming.take(c, id, rec, mode, want)
-  add_row(c, want, id, rec, mode, rows)
+  local row = claiming.row(c, id, rec, mode)
+  rows[#rows + 1] = row
+  want.bytes = want.bytes + (row[6] and #row[6] or 0) + (tonumber(rec.tagged) or 0)
   if want.bytes >= MAX_BYTES then want.max = #rows end
 end
 
@@ -374,7 +369,8 @@ end
 local function hand_over(c, want, id, rec, rows)
   want.suffix = suffix_of(#rows)
   lease.open(c, id, rec, 'fresh', want)
-  add_row(c, want, id, rec, 'fresh', rows)
+  local row = claiming.row(c, id, rec, 'fresh')
+  rows[#rows + 1], want.bytes = row, want.bytes + #(row[6] or '') + (tonumber(rec.tagged) or 0)
 end
 
 -- Turns what was kept into leases, as far as nothing better waits; true if nothing is left to claim.
