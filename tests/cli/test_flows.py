@@ -118,7 +118,7 @@ async def test_the_tree_names_joins_inputs_and_kinds(cli: Cli, engine: Engine) -
     lines = {row[0].lstrip("├└─│↓ "): row[-1] for row in cells(await tree(cli, flow))}
     assert lines["race"] == "any of a, b, then cancels the rest; 0 of 2 satisfied"
     assert lines["vote"] == "2 of a, b, c; 0 of 3 satisfied"
-    assert lines["clean"] == "c (failure), winner=race (any end); 0 of 2 satisfied"
+    assert lines["clean"] == "c (failure), winner=race (any outcome); 0 of 2 satisfied"
 
 
 async def test_the_tree_names_the_flow_that_a_member_runs(cli: Cli, engine: Engine) -> None:
@@ -195,14 +195,15 @@ async def test_ids_of_members_and_flows_lead_to_each_other(cli: Cli, engine: Eng
     for text in (str(member), member.compact, member.uuid, member.uuid[:13]):
         wrong = await cli("flow", "show", text)
         assert wrong.code in (1, 2)
-        assert "hint: this is an execution of a flow: run " in wrong.err
+        assert "hint: this is the id of an execution in a flow: run " in wrong.err
         assert f"`flowfabric flow show {flow.flow_id}`" in wrong.err
     wrong = await cli("flow", "cancel", alone.compact)
     assert f"without a flow: run `flowfabric show {alone.compact}`" in wrong.err
     for text in (flow.flow_id, flow.flow_id[:13]):
         wrong = await cli("show", text, "--json")
         assert (wrong.code, wrong.error["code"]) == (1, "execution_not_found")
-        assert wrong.error["hint"] == f"this is a flow: run `flowfabric flow show {flow.flow_id}`"
+        hint = f"this is the id of a flow: run `flowfabric flow show {flow.flow_id}`"
+        assert wrong.error["hint"] == hint
 
 
 async def test_watch_prints_changes_until_the_flow_finishes(cli: Cli, engine: Engine) -> None:
@@ -275,7 +276,7 @@ async def test_cancel_without_waiting_leaves_the_rest_to_the_engine(
     finally:
         await set_units(engine)
     assert re.fullmatch(
-        rf"{flow.flow_id}  cancelled  .*; the others follow in the background\n", done.out
+        rf"{flow.flow_id}  cancelled  .*; the engine cancels the rest in the background\n", done.out
     )
     # Nothing has to wait for the command, which has ended.
     await idle(engine).scan_once("cancel_reconciler")
@@ -307,7 +308,8 @@ async def test_cancel_that_takes_too_long_continues(cli: Cli, engine: Engine) ->
     finally:
         await set_units(engine)
     assert done.code == 1
-    assert "timeout: some members did not end within 0.1 s; the flow is cancelled" in done.err
+    problem = "timeout: the flow is cancelled, but some members did not end within 0.1 s"
+    assert problem in done.err
     assert (await flow.snapshot()).public_flow_state == "cancelled"
 
 
@@ -382,7 +384,7 @@ async def test_what_was_given_up_is_shown_and_tried_again(cli: Cli, engine: Engi
     findings: Any = (await cli("doctor", "--json")).objects[0]
     (found,) = [each for each in findings["checks"] if each["name"] == "flows"]
     assert found["grade"] == "broken"
-    assert f"1 step given up, such as an edge of flow {flow.flow_id}" in found["detail"]
+    assert f"1 step set aside, such as an edge of flow {flow.flow_id}" in found["detail"]
     assert "flowfabric flow retry" in found["advice"]
     again = await cli("flow", "retry", "--json")
     assert (again.code, again.error["code"]) == (1, "retry_failed")
@@ -391,7 +393,7 @@ async def test_what_was_given_up_is_shown_and_tried_again(cli: Cli, engine: Engi
     for _ in range(2):
         await engine.backend.flows.drain_cascade(flow.nodes["a"].partition)
     assert await flow.state("b") == "waiting"
-    assert "nothing is left to do" in (await cli("doctor")).out
+    assert "no steps to do" in (await cli("doctor")).out
 
 
 async def test_show_of_a_member_names_its_flow_and_its_open_upstreams(

@@ -20,7 +20,7 @@ _odd = re.compile(r"[^A-Za-z0-9_]+").sub
 
 
 class ChildrenFailed(FlowFabricError):
-    """Some children of a handler did not complete.
+    """Raised if some children of a handler did not complete.
 
     >>> try:
     ...     results = await children.results()
@@ -31,16 +31,16 @@ class ChildrenFailed(FlowFabricError):
     def __init__(self, failures: Mapping[str, RunError], results: Mapping[str, Any]) -> None:
         super().__init__(failures, results)
         self.failures = failures
-        """The errors of those that did not complete, by key."""
+        """The errors of the children that did not complete, by key."""
         self.results = results
-        """The results of the others, by key."""
+        """The results of the children that completed, by key."""
 
     def __str__(self) -> str:
         return "; ".join(f"{key}: {error}" for key, error in self.failures.items())
 
 
 class _ChildGraph(Graph):
-    """Keys that no other node of the flow has, and that name the results."""
+    """Makes keys that are unique in the flow and valid as input names."""
 
     def __init__(self, parent: str) -> None:
         super().__init__(None)
@@ -57,7 +57,7 @@ class _ChildGraph(Graph):
         return f"{name}_{number}{self._suffix}"
 
     def local(self, key: str) -> str:
-        """The key as the handler knows it."""
+        """The key without the suffix, as the handler uses it."""
         return key.removesuffix(self._suffix)
 
 
@@ -75,19 +75,19 @@ class Children(Nodes):
         super().__init__(self._children, {})
 
     def options(self, **options: Unpack[NodeOptions]) -> Nodes:
-        """Adds children with a key, or after others, as `FlowBuilder.options` does."""
+        """Set the key of a child, or the children it waits for; see `FlowBuilder.options`."""
         return Nodes(self._graph, checked_options(options))
 
     async def results(self) -> dict[str, Any]:
-        """The results of all children by key: `resize_1`, `resize_2`, …, or your own.
+        """Wait for the results of all children, by key: `resize_1`, `resize_2`, …, or your own.
 
-        The first call stores the children and releases the worker. When all of them have ended,
-        the handler starts again from its beginning, and this call returns. Children that did not
-        complete raise `ChildrenFailed`.
+        The first call stores the children and frees the worker. When all of them have ended, the
+        handler starts again from the beginning, and this call returns. Raises `ChildrenFailed` if
+        some children did not complete.
         """
         graph, task = self._children, self._task
         if task.claim.flow_id is None:
-            problem = "spawn() adds to the flow of this execution. Submit the task with app.flow()"
+            problem = "spawn() adds nodes to this execution's flow. Submit the task with app.flow()"
             raise StateError("execution_not_in_flow", problem)
         if not graph.nodes:
             return {}
@@ -98,7 +98,7 @@ class Children(Nodes):
         given = (await task.backend.flows.get_inputs(task.execution_id)).inputs
         missing = [key for key in graph.nodes if key not in given]
         if missing:
-            problem = "a node that an any_of or quorum started cannot wait for children"
+            problem = "a node that takes an any_of() or quorum() cannot wait for children"
             raise StateError("not_runnable", problem)
         failed = [key for key in graph.nodes if given[key].outcome != "success"]
         results = {
@@ -127,9 +127,9 @@ class SyncChildren(Nodes):
         self._caller = caller
 
     def options(self, **options: Unpack[NodeOptions]) -> Nodes:
-        """Adds children with a key, or after others, as `FlowBuilder.options` does."""
+        """Set the key of a child, or the children it waits for; see `FlowBuilder.options`."""
         return self._target.options(**options)
 
     def results(self) -> dict[str, Any]:
-        """The results of all children by key, as `Children.results` gives them."""
+        """Wait for the results of all children, by key; see `Children.results`."""
         return self._caller.call(self._target.results)

@@ -87,12 +87,12 @@ class HandlerInfo:
 
     @property
     def flow_id(self) -> str | None:
-        """The flow that this execution belongs to; None without one."""
+        """The id of the flow that this execution belongs to, or None."""
         return self._task.claim.flow_id
 
     @property
     def inputs(self) -> Inputs:
-        """The results that nodes before this one passed to it, by name.
+        """The results of other nodes that were passed to this one, by parameter name.
 
         >>> ctx.inputs.get("photo", Photo)
         """
@@ -299,7 +299,7 @@ class Context(HandlerInfo):
         return await self._own_waits().waitpoint(name, expires_in, prompt, details)
 
     def spawn(self) -> "Children":
-        """Children to add to this execution's flow, and to wait for.
+        """Add nodes to this execution's flow and wait for their results.
 
         >>> children = ctx.spawn()
         >>> children.map(resize, [100, 300, 900], photo)
@@ -353,7 +353,7 @@ class SyncContext(SyncTwin[Context], HandlerInfo):
         self._runtime = runtime
 
     def spawn(self) -> "SyncChildren":
-        """Children to add to this execution's flow, as `Context.spawn` does."""
+        """Add nodes to this execution's flow and wait for their results; see `Context.spawn`."""
         from flowfabric.app.children import SyncChildren  # noqa: PLC0415 - tasks need contexts
 
         return SyncChildren(self._target.spawn(), self._caller)

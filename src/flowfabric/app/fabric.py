@@ -211,9 +211,9 @@ class Fabric(AsyncClosing):
         namespace: str | None = None,
         flow_id: str | None = None,
     ) -> FlowBuilder:
-        """A graph of tasks to build and submit as one flow of this kind.
+        """Start to build a flow: a graph of tasks. The kind is a name for flows of this sort.
 
-        With a `flow_id`, a UUID, the same graph is submitted once however often this runs.
+        Pass a UUID as `flow_id` if your program may run again: the same graph is stored only once.
 
         >>> flow = app.flow("thumbnails", tags={"shop.order": "17"})
         >>> photo = flow.add(fetch, "https://example.org/cat.png")
@@ -223,7 +223,7 @@ class Fabric(AsyncClosing):
         return FlowBuilder(self, kind, tags, namespace, flow_id)
 
     def get_flow(self, flow_id: str) -> Flow:
-        """A handle on a flow by its id. This sends nothing: the first call looks the flow up.
+        """A handle on an existing flow, by its id. It is looked up on first use.
 
         >>> print(await app.get_flow(stored_id).graph())
         """
@@ -361,11 +361,11 @@ class SyncFabric(SyncTwin[Fabric], Closing):
         namespace: str | None = None,
         flow_id: str | None = None,
     ) -> SyncFlowBuilder:
-        """A graph of tasks to build and submit as one flow, as `Fabric.flow` does."""
+        """Start to build a flow; see `Fabric.flow`."""
         return SyncFlowBuilder(self._target, self._portal, kind, tags, namespace, flow_id)
 
     def get_flow(self, flow_id: str) -> SyncFlow:
-        """A handle on a flow by its id."""
+        """A handle on an existing flow, by its id."""
         return SyncFlow(self._target.get_flow(flow_id), self._portal)
 
     named = blocking(Fabric.named)

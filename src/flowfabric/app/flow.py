@@ -1,4 +1,4 @@
-"""Submitting a graph, and handles on flows: their results, their states, what changes in them."""
+"""Build and submit a flow; read its results, states and changes."""
 
 import asyncio
 import typing
@@ -62,7 +62,7 @@ _ENDED = frozenset({"completed", "failed", "cancelled", "expired", "skipped"})
 class Flow:
     """A handle on a submitted flow.
 
-    To store it, store `flow.id`: `app.get_flow(id)` makes another one.
+    To come back to it later, store `flow.id`; `app.get_flow(id)` returns a new handle.
 
     >>> flow = await graph.submit()
     >>> print(await flow.result(timeout="5m"))
@@ -92,7 +92,7 @@ class Flow:
     def run(self, node: str) -> Run[Any]: ...
 
     def run(self, node: Node[Any] | str) -> Run[Any]:
-        """The run of one node, named by its handle or its key.
+        """The run of one node; pass the node or its key.
 
         >>> print(await flow.run("resize-1").state())
         """
@@ -110,10 +110,11 @@ class Flow:
         return Any if task is None else task.returns
 
     async def result(self, timeout: Duration | None = None) -> Any:
-        """Wait for the result: that of the node whose result no other node needs.
+        """Wait for the result: that of the last node, whose result no other node needs.
 
-        If there are several such nodes, a dict of their results by key. Without a result it
-        raises `FlowFailed`; after `timeout` it raises `TimeoutError`, and the flow continues.
+        If there are several such nodes, returns a dict of their results by key. Raises
+        `FlowFailed` if a failure left one of them without a result. After `timeout`, raises
+        `TimeoutError`; the flow continues.
         """
         client = await self._app.client()
         await client.wait_flow(self.id, timeout)
@@ -155,7 +156,7 @@ class Flow:
         raise FlowFailed(graph, errors, reason or "")
 
     async def results(self, timeout: Duration | None = None) -> dict[str, Any]:
-        """Wait until the flow has ended; the results of all nodes that completed, by key."""
+        """Wait until the flow has ended; returns the results of all completed nodes by key."""
         client = await self._app.client()
         await client.wait_flow(self.id, timeout)
         nodes = [node async for node in self._nodes(client)]
@@ -169,11 +170,11 @@ class Flow:
         policy: CancellationPolicy = "cancel_all",
         timeout: Duration | None = None,
     ) -> CancelFlowOutcome:
-        """Cancel the flow, and with it its nodes.
+        """Cancel the flow and its nodes.
 
-        `cancel_pending` lets nodes finish that run already; `flow_only` lets all of them finish
-        and only keeps new ones out. The last nodes of a large flow end in the background; with
-        `timeout`, at most 5 minutes, it waits for them.
+        `cancel_pending` lets running nodes finish; `flow_only` lets all nodes finish and only
+        refuses new ones. The engine cancels the last nodes of a large flow in the background. With
+        `timeout`, at most 5 minutes, this call waits until they have ended.
         """
         if policy not in typing.get_args(CancellationPolicy):
             named = ", ".join(typing.get_args(CancellationPolicy))
@@ -185,13 +186,14 @@ class Flow:
                 self.id, reason, cancellation_policy=policy, wait_timeout_ms=wait_ms
             )
         except TimeoutError_ as error:
-            told = f"Some nodes of flow {self.id} did not end in time. Cancelling continues."
-            raise TimeoutError(told) from error
+            problem = f"Some nodes of flow {self.id} did not end within the timeout."
+            raise TimeoutError(f"{problem} The engine continues to cancel them.") from error
 
     async def replay(self, *, cancelled: bool = False) -> FlowReplayed:
-        """Rerun the nodes that failed or expired; what was skipped after them waits again.
+        """Rerun the nodes that failed or expired.
 
-        `cancelled=True` reruns cancelled nodes, too. A cancelled flow cannot be replayed.
+        Nodes that were skipped because of them wait again. `cancelled=True` also reruns cancelled
+        nodes. A cancelled flow cannot be replayed.
         """
         client = await self._app.client()
         return await client.replay_flow(self.id, failed_only=not cancelled)
@@ -242,7 +244,7 @@ class Flow:
             )
 
     async def watch(self) -> AsyncIterator[NodeChange]:
-        """The state of each node, then every change, until the flow has ended.
+        """Yield the state of each node, then every change, until the flow has ended.
 
         >>> async for change in flow.watch():
         ...     print(change.key, change.state.value)
@@ -250,7 +252,7 @@ class Flow:
         client = await self._app.client()
         where = EventFilter(flow_id=self.id)
         partition = flow_partition(self.id, client.backend.counts)
-        # Subscribed before the states are read, so that no change is missed.
+        # Subscribe before reading the states, so that no change is missed.
         feed = await client.subscribe(
             ["completion", "lease", "signal", "operator", "flow"],
             where=where,
@@ -277,7 +279,7 @@ class Flow:
     async def _changes(
         self, client: Client, event: Event, known: Mapping[str, NodeChange]
     ) -> list[NodeChange]:
-        """What an event says about nodes; those that joined meanwhile are looked up."""
+        """The changes that an event reports; reads nodes that were added since."""
         execution_id = event.execution_id
         if execution_id is None:
             return []
@@ -288,7 +290,7 @@ class Flow:
             return [NodeChange(node.key, node.state, node.execution_id) for node in new]
         state = _STATE_AFTER.get(event.get("outcome") or event.type)
         if state is None or (before.state in _ENDED and state not in _ENDED):
-            # The event may be older than the state that is known.
+            # The event may be older than the known state.
             state = await client.backend.reads.read_execution_state(before.execution_id)
         if state is before.state:
             return []
@@ -298,7 +300,9 @@ class Flow:
         return f"Flow({self.id})"
 
     def __reduce__(self) -> str:
-        raise TypeError("A flow cannot be pickled. Send `flow.id`; `app.get_flow(id)` reads it.")
+        raise TypeError(
+            "A flow cannot be pickled. Send `flow.id`; `app.get_flow(id)` makes a new handle."
+        )
 
 
 def _completed(info: ExecutionInfo) -> bool:
@@ -306,7 +310,7 @@ def _completed(info: ExecutionInfo) -> bool:
 
 
 async def _each(items: typing.Iterable[Any], read: Callable[[Any], Any]) -> list[Any]:
-    """What a read returns for each item, many at a time."""
+    """Read all items, many at a time."""
     listed = list(items)
     found: list[Any] = []
     for start in range(0, len(listed), _AT_ONCE):
@@ -340,31 +344,31 @@ class _Builder(Nodes):
         self._tags = dict(tags or {})
         self._namespace = app.namespace if namespace is None else validate_namespace(namespace)
         self.id = new_uuid() if flow_id is None else validate_uuid(flow_id, "flow_id")
-        """The id that the flow will have; that of a subflow is known when it is submitted."""
+        """The flow's id. A subflow gets its final id when it is submitted."""
         self._subflows: dict[str, _Builder] = {}
         self._is_subflow = False
 
     def options(self, **options: Unpack[NodeOptions]) -> Nodes:
-        """Adds nodes with a key, or after others whose results they do not take.
+        """Set the key of a node, or the nodes that it waits for without taking their results.
 
         >>> flow.options(key="cleanup", after=[upload], kind="terminal").add(remove, "tmp")
         """
         return Nodes(self._graph, checked_options(options))
 
     def subflow(self, flow: "_Builder", **options: Unpack[NodeOptions]) -> Node[Any]:
-        """Adds a node that runs another flow and has its result; takes what `options` takes.
+        """Add a node that runs another flow and returns its result; takes what `options` takes.
 
-        The other flow is submitted with this one and starts when the nodes in `after` have ended.
-        It has its own nodes: it takes none of this flow as arguments.
+        The other flow is submitted together with this one. It starts when the nodes in `after` have
+        completed, or ended as `kind` says. Its nodes cannot take nodes of this flow as arguments.
 
         >>> report = app.flow("report")
         >>> report.add(summarize, "2026")
         >>> flow.add(publish, flow.subflow(report, after=[imported]))
         """
         if not isinstance(flow, _Builder) or flow is self:
-            raise invalid_input("flow", "must be another flow that is being built")
+            raise invalid_input("flow", "must be another flow that app.flow() returned")
         if flow._is_subflow or flow._graph.submitted:  # noqa: SLF001 - its own kind
-            raise invalid_input("flow", "was submitted, or belongs to another node, already")
+            raise invalid_input("flow", "was already submitted, or is already a subflow")
         node = self._graph.add_subflow(checked_options(options))
         flow._is_subflow = True  # noqa: SLF001
         self._subflows[node.key] = flow
@@ -373,7 +377,7 @@ class _Builder(Nodes):
     async def _submit(self, app: "Fabric", parent: ExecutionId | None = None) -> Flow:
         client = await app.client()
         if self._is_subflow and parent is None:
-            raise invalid_input("flow", "is submitted with the flow that it is a part of")
+            raise invalid_input("flow", "is a subflow. Submit the flow that contains it.")
         parts = list(self._graph.parts())
         if not parts:
             raise invalid_input("nodes", "The flow has no nodes. Add some with flow.add().")
@@ -381,7 +385,7 @@ class _Builder(Nodes):
         held = len(parts) > 1 or bool(self._subflows)
         outcome = await client.submit_flow(
             FlowGraph(
-                # That of a subflow follows from its parent.
+                # The engine derives the id of a subflow from its parent.
                 flow_id="" if self._is_subflow else self.id,
                 flow_kind=self._kind,
                 namespace=self._namespace,
@@ -394,7 +398,7 @@ class _Builder(Nodes):
         )
         self.id = outcome.flow_id
         ids = dict(outcome.nodes)
-        # Nothing runs until all of it is stored.
+        # Nothing runs until the whole graph is stored.
         for nodes, edges in parts[1:]:
             ids |= (await client.extend_flow(self.id, nodes, edges)).nodes
         for key, flow in self._subflows.items():
@@ -418,8 +422,8 @@ class FlowBuilder(_Builder):
     async def submit(self) -> Flow:
         """Store the whole graph and return a handle on the flow.
 
-        Nothing runs before all of it is stored. After a lost connection, submit again: the same
-        flow is never stored twice. Afterwards it takes no more nodes.
+        Nothing runs before the whole graph is stored. If the connection breaks, call this again:
+        the same flow is never stored twice. You cannot add nodes to a submitted flow.
         """
         return await self._submit(self._app)
 
@@ -446,7 +450,7 @@ class SyncFlow(SyncTwin[Flow]):
     def run(self, node: str) -> SyncRun[Any]: ...
 
     def run(self, node: Any) -> SyncRun[Any]:
-        """The run of one node, named by its handle or its key."""
+        """The run of one node; pass the node or its key."""
         return SyncRun(self._target.run(node), self._caller)
 
     result = blocking(Flow.result)

@@ -1,4 +1,4 @@
-"""What is known about a stored flow: its nodes and edges, and why it has no result."""
+"""A stored flow as callers see it: its nodes, edges and changes, and why it failed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -20,7 +20,7 @@ class GraphNodeView(msgspec.Struct, frozen=True, kw_only=True):
     """One node of a stored flow."""
 
     key: str
-    """Its name in the flow; the execution's id if it was added by hand."""
+    """Its name in the flow; the execution's id if it was added without a key."""
     execution_id: ExecutionId
     task: str
     state: PublicState
@@ -55,10 +55,10 @@ class GraphView(msgspec.Struct, frozen=True, kw_only=True):
         return [key for key in self.nodes if key not in needed]
 
     def culprits(self) -> list[str]:
-        """The nodes because of which an exit has no result.
+        """The nodes whose failure left an exit without a result.
 
-        A skipped exit points to what it waited for. One that was skipped although everything
-        before it went well, such as an alarm without a failure, points to nothing.
+        Follows a skipped exit back to the nodes that it waited for. Finds nothing if an exit was
+        skipped although no node failed, such as an alarm for a failure that did not happen.
         """
         missing: dict[str, list[str]] = {}
         for edge in self.edges:
@@ -80,7 +80,7 @@ class GraphView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeChange(msgspec.Struct, frozen=True):
-    """A node of a flow is in this state now."""
+    """A node and its new state."""
 
     key: str
     state: PublicState
@@ -99,7 +99,7 @@ class FlowFailed(FlowFabricError):
     def __init__(self, graph: GraphView, failures: Mapping[str, RunError], reason: str) -> None:
         super().__init__(graph, failures, reason)
         self.graph = graph
-        """The flow with the states of all nodes."""
+        """The flow, with the state of each node."""
         self.failures = failures
         """The nodes that failed, expired or were cancelled, each with its error."""
         self.reason = reason

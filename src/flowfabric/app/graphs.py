@@ -1,4 +1,4 @@
-"""Building a graph: nodes, what one passes to another, and what a node waits for."""
+"""Build a graph: nodes, the results that they pass on, and the edges between them."""
 
 import itertools
 import typing
@@ -48,7 +48,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class ValueSource(msgspec.Struct, frozen=True):
-    """What a handle stands for."""
+    """Where the value of a handle comes from."""
 
     sources: Sequence["FutureValue[Any]"]
     how: Literal["one", "any", "some", "list"]
@@ -57,27 +57,27 @@ class ValueSource(msgspec.Struct, frozen=True):
 
 
 class FutureValue(Unencodable, Generic[T_co]):
-    """Stands for a value of type `T` that a flow computes. Pass it as an argument of a node."""
+    """A handle on a value of type `T` that a flow computes. Pass it as an argument of a node."""
 
     __slots__ = ("plan",)
 
     explanation = (
-        "a node has no value before its flow runs. Pass it to flow.add() as an argument, or in a "
-        "list or dict, but not in another object, as a key, or to task.submit()"
+        "a node has no value before its flow runs. Pass it to flow.add() as an argument, or inside "
+        "a list or dict, but not inside another object, as a dict key, or to task.submit()"
     )
 
     def __init__(self, plan: ValueSource) -> None:
         self.plan = plan
 
     def __bool__(self) -> bool:
-        raise TypeError("A node has no value before its flow runs, so it is neither true nor false")
+        raise TypeError("A node has no value before its flow runs. Add a task that tests it.")
 
     def __format__(self, spec: str) -> str:
-        raise TypeError("A node has no value before its flow runs. Add a task that builds the text")
+        raise TypeError("A node has no value before its flow runs. Add a task that formats it.")
 
     @property
     def value(self) -> T_co:
-        """The handle itself, typed as the value, for arguments that are passed by name.
+        """The handle itself, typed as the value, for example to pass it by name.
 
         >>> flow.add(resize, image=photo.value, width=300)
         """
@@ -97,7 +97,7 @@ class Node(FutureValue[T_co], Generic[T_co]):
 
     @property
     def or_none(self) -> FutureValue[T_co | None]:
-        """Its result, or None if it did not complete: the node that takes it runs anyway.
+        """The result, or None if the node did not complete; the node that takes it runs anyway.
 
         >>> flow.add(report, download.or_none)
         """
@@ -108,7 +108,7 @@ class Node(FutureValue[T_co], Generic[T_co]):
 
 
 def gather(handles: Iterable[FutureValue[R]]) -> FutureValue[list[R]]:
-    """The results of all handles as a list.
+    """All results as a list, in the order of the handles.
 
     >>> flow.add(total, gather(flow.map(count_words, pages)))
     """
@@ -122,7 +122,7 @@ def gather(handles: Iterable[FutureValue[R]]) -> FutureValue[list[R]]:
 def any_of(*nodes: Node[R], on_satisfied: OnSatisfied = "let_run") -> FutureValue[R]:
     """The result of the first node that completes.
 
-    `on_satisfied="cancel_remaining"` cancels the others then; `"let_run"` does not.
+    `on_satisfied="cancel_remaining"` then cancels the others; `"let_run"` lets them finish.
 
     >>> flow.add(show, any_of(fast, cheap, on_satisfied="cancel_remaining"))
     """
@@ -130,9 +130,9 @@ def any_of(*nodes: Node[R], on_satisfied: OnSatisfied = "let_run") -> FutureValu
 
 
 def quorum(k: int, *nodes: Node[R], on_satisfied: OnSatisfied = "let_run") -> FutureValue[list[R]]:
-    """The results of the nodes that have completed as soon as `k` of them have.
+    """A list of results, as soon as `k` of the nodes have completed.
 
-    They come in the order of the nodes, and may be more than `k`.
+    The list is in the order of the nodes and may contain more than `k` results.
 
     >>> flow.add(decide, quorum(2, *votes))
     """
@@ -143,8 +143,8 @@ def quorum(k: int, *nodes: Node[R], on_satisfied: OnSatisfied = "let_run") -> Fu
 
 def _listed(items: Any, field: str) -> list[Any]:
     if isinstance(items, FutureValue):
-        problem = "must be a list, and a result is known only when the flow runs. There, let a "
-        raise invalid_input(field, problem + "handler add one node per item with ctx.spawn().")
+        problem = "must be a list, but a node has no value before its flow runs. To add one node "
+        raise invalid_input(field, problem + "per item of a result, use ctx.spawn() in a handler.")
     if not isinstance(items, Iterable):
         raise invalid_input(field, f"must be a list, got {type(items).__name__}")
     return list(cast("Iterable[Any]", items))
@@ -161,25 +161,25 @@ def _joined(
 ) -> FutureValue[Any]:
     if not nodes or not all(isinstance(node, Node) for node in nodes):
         advice = " Unpack a list: any_of(*nodes)." if nodes and isinstance(nodes[0], list) else ""
-        raise invalid_input("nodes", f"must be nodes of the flow, at least one.{advice}")
+        raise invalid_input("nodes", f"must be one or more nodes of the flow.{advice}")
     if len(set(nodes)) < len(nodes):
-        raise invalid_input("nodes", "must differ: one of them is given twice")
+        raise invalid_input("nodes", "must be different; one of them is passed twice")
     return FutureValue(ValueSource(tuple(nodes), how, join=join))
 
 
 class NodeOptions(TypedDict, total=False):
-    """What may be set for a node besides its task and arguments."""
+    """The options of a node besides its task and arguments."""
 
     key: str | None
-    """Its name in the flow; the task's name and a number unless set."""
+    """Its name in the flow; by default the task's name and a number."""
     after: FutureValue[Any] | Iterable[FutureValue[Any]]
-    """What it waits for without taking the result."""
+    """The nodes that it waits for without taking their results."""
     kind: DependencyKind
-    """Which ends of the nodes in `after` count: success, any (`terminal`), or `failure_only`."""
+    """Which outcome of these nodes lets it run; `terminal` means any."""
 
 
 def checked_options(options: NodeOptions) -> NodeOptions:
-    """The options; refuses one that does not exist."""
+    """The options; raises `TypeError` for one that does not exist."""
     for name in options:
         if name not in NodeOptions.__annotations__:
             known = ", ".join(NodeOptions.__annotations__)
@@ -247,9 +247,9 @@ class Nodes:
     def add(self, task: Any, /, *args: Any, **kwargs: Any) -> Node[Any]:
         """Add one call of a task; returns a handle on its future result.
 
-        An argument may be the handle of another node, or a list or dict with handles: the node
-        waits for those and gets their results. Type checkers accept handles as the first three
-        arguments; `handle.value` is accepted everywhere.
+        An argument may be another node, or a list or dict that contains nodes. The new node waits
+        for them and gets their results. Type checkers accept nodes among the first three arguments;
+        `node.value` is accepted everywhere.
 
         >>> photo = flow.add(fetch, "https://example.org/cat.png")
         >>> small = flow.add(resize, photo, width=300)
@@ -282,14 +282,14 @@ class Nodes:
     ) -> list[Node[Any]]: ...
 
     def map(self, task: Any, items: Any, /, *args: Any, **kwargs: Any) -> list[Node[Any]]:
-        """Add one node per item, which becomes the first argument; the others are the same.
+        """Add one node per item. The item is the first argument; the others are the same for all.
 
         >>> pages = flow.map(fetch, urls)
         >>> counts = flow.map(count_words, pages, language="en")
         """
         items = _listed(items, "items")
         if self._options.get("key") and len(items) > 1:
-            raise invalid_input("key", "names one node. Leave it out for map.")
+            raise invalid_input("key", "names one node, but map() adds several. Leave it out.")
         return [self.add(task, item, *args, **kwargs) for item in items]
 
 
@@ -321,13 +321,13 @@ class Graph:
         kwargs: dict[str, Any],
         options: NodeOptions,
     ) -> Node[Any]:
-        """Add one node with all that it waits for."""
+        """Add one node and the edges that lead to it."""
         if self.submitted:
-            problem = "was submitted. Build another one, or let a handler add nodes: ctx.spawn()."
+            problem = "was submitted. Build another one, or add nodes in a handler: ctx.spawn()."
             raise invalid_input("flow", problem)
         task = self.as_task(given)
         if task.key:
-            problem = "A node of a flow is submitted once. Leave the idempotency key out."
+            problem = "A flow is never stored twice, so its nodes need no idempotency key."
             raise invalid_input("idempotency_key", problem)
         arguments, by_name = task.bind(args, kwargs)
         key = self._new_key(task.name, options.get("key"))
@@ -370,7 +370,7 @@ class Graph:
         if key is not None:
             validate_text(key, "key", limit=256, required=True)
             if key in self.nodes:
-                raise invalid_input("key", f"{key!r} names another node already")
+                raise invalid_input("key", f"{key!r} already names another node")
             return key
         numbers = self._numbers.setdefault(name, itertools.count(1))
         return next(key for n in numbers if (key := self._numbered(name, n)) not in self.nodes)
@@ -385,7 +385,7 @@ class Graph:
         return [key for key in self.nodes if key not in needed]
 
     def parts(self) -> Iterator[tuple[list[GraphNode], list[GraphEdge]]]:
-        """Nodes and edges, as many as one call of the engine takes; upstreams come first."""
+        """The nodes and edges for each call of the engine; upstreams come first."""
         nodes: list[GraphNode] = []
         edges: list[GraphEdge] = []
         for key, node in self.nodes.items():
@@ -403,7 +403,7 @@ class Graph:
 
 
 class _Waits:
-    """What one node waits for: its edges, and the name of each result that it takes."""
+    """The edges that lead to one node, and the name of each result that it takes."""
 
     def __init__(self, graph: Graph, key: str) -> None:
         self._graph = graph
@@ -419,15 +419,15 @@ class _Waits:
 
     @property
     def join(self) -> JoinPolicy:
-        """How the edges decide when it starts."""
+        """The policy that decides when it can run."""
         plans = list(self._joins.values())
         if not plans or plans[0].join is None:
             return JoinAll()
         if len(plans) > 1 or len(self.edges) > len(plans[0].sources):
             raise invalid_input(
                 "arguments",
-                f"{self._key}: any_of() or quorum() decides alone when a node starts. Add a node "
-                "that takes only its result, and pass that node on together with the others.",
+                f"node {self._key!r} cannot depend on others besides its any_of() or quorum(). "
+                "Pass the any_of() or quorum() to a node of its own, and pass that node here.",
             )
         return plans[0].join
 
@@ -460,7 +460,7 @@ class _Waits:
         return name
 
     def add_order(self, after: Any, kind: DependencyKind) -> None:
-        """Wait for these without taking results."""
+        """Wait for these nodes without taking their results."""
         if kind not in get_args(DependencyKind):
             raise invalid_input("kind", f"must be one of {', '.join(get_args(DependencyKind))}")
         ordered: dict[str, DependencyKind] = {}
@@ -474,7 +474,7 @@ class _Waits:
     def _own(self, node: object) -> str:
         """The key of a node of the same flow."""
         if not isinstance(node, Node):
-            raise invalid_input("arguments", f"cannot wait for a {type(node).__name__}")
+            raise invalid_input("arguments", f"must be nodes; one is a {type(node).__name__}")
         if node.graph is not self._graph:
             problem = f"{node.key!r} is a node of another flow. Pass its result as a value."
             raise invalid_input("arguments", problem)

@@ -1,4 +1,4 @@
-"""Results of other nodes as arguments: references in a payload, and what a claim fills in."""
+"""Results of other nodes as arguments: references in the payload, filled in after the claim."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
@@ -18,10 +18,10 @@ _FIRST_MARKER = "$input"
 
 
 class Reference(msgspec.Struct, frozen=True):
-    """What takes the place of results in the arguments."""
+    """The placeholder for results in stored arguments."""
 
     names: tuple[str, ...]
-    """The inputs it stands for."""
+    """The inputs that replace it."""
     how: str = "one"
     """`one`: the result; `any`: that of the input that decided; `some`: a list of all results."""
 
@@ -53,7 +53,7 @@ def _written(arguments: Any, marker: str) -> tuple[Any, int]:
 
 
 def decode_referring(payload: bytes, inputs: FlowInputs) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a call, with the results that the references stand for."""
+    """The arguments of a call, with results in place of the references."""
     marker, arguments = msgspec.json.decode(payload)
 
     def is_reference(part: Any) -> bool:
@@ -66,7 +66,7 @@ def decode_referring(payload: bytes, inputs: FlowInputs) -> tuple[list[Any], dic
 
 
 def replaced(value: Any, matches: Callable[[Any], bool], replace: Callable[[Any], Any]) -> Any:
-    """The value with all matching parts replaced; what contains none is returned as it is."""
+    """The value with all matching parts replaced; a value without any is returned unchanged."""
     if matches(value):
         return replace(value)
     if isinstance(value, dict):
@@ -93,24 +93,24 @@ def _value(reference: Any, given: FlowInputs) -> Any:
 
 
 def decoded(given: FlowInput, into: Any = Any) -> Any:
-    """The result that an upstream passes on."""
+    """The result of an upstream."""
     return codec.decode(given.result, given.encoding, into)
 
 
 def missing_note(given: FlowInputs) -> str:
-    """Which upstreams have no result, for the error of arguments that do not fit."""
+    """Names the inputs without a result, for the error about arguments that do not fit."""
     missing = [f"{n!r} {each.outcome}" for n, each in given.inputs.items() if each.result is None]
     if not missing:
         return ""
     what = ", ".join(missing[:3])
-    return f". Inputs without a result: {what}. Accept None in the annotation if that may happen"
+    return f". Inputs without a result: {what}. To accept None, annotate the parameter with | None"
 
 
 class Inputs:
     """The results that this node's upstreams passed to it, by input name.
 
-    An input is named after the parameter that it fills; `parts_1`, `parts_2`, … fill a list. An
-    upstream that ended without a result gives None.
+    An input has the name of its parameter; the items of a list are `parts_1`, `parts_2` and so on.
+    An input is None if its upstream ended without a result.
 
     >>> ctx.inputs["text"], ctx.inputs.get("text", str)
     """

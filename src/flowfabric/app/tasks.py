@@ -124,7 +124,7 @@ class Task(Generic[P, R_co]):
     ) -> tuple[list[tuple[str, Any]], bool]:
         """Each argument with its parameter's name, and whether they are sent by name.
 
-        Refuses a call that the task's function does not accept.
+        Raises an error if the task's function does not accept the call.
         """
         names: list[str] = []
         if self._arguments is not None:
@@ -259,7 +259,7 @@ def _redefines(old: Any, new: Any) -> bool:
 
 
 def as_task(app: "Fabric", task: object) -> Task[..., Any]:
-    """The task, also if only its name is given."""
+    """The given task, or the task with the given name."""
     if isinstance(task, Task):
         return typing.cast("Task[..., Any]", task)
     if isinstance(task, str):

@@ -108,7 +108,7 @@ class _Commands(TyperGroup):
 
 
 def load_command(name: str) -> Any:
-    """Import a command of the table. A mapping in its module is a group of commands."""
+    """Import a command of the table; a mapping in its module becomes a group of commands."""
     from flowfabric.cli.session import with_shared_options  # noqa: PLC0415 - loads the engine
 
     module = import_module(f"flowfabric.cli.commands.{COMMANDS[name][0]}")

@@ -26,7 +26,7 @@ _UUID_LENGTH = 36
 _MIN_START = 4
 _LISTED = 10
 _flow_start = re.compile(rf"[0-9a-f-]{{{_MIN_START},{_UUID_LENGTH}}}").fullmatch
-_FLOWS_HINT = "`flowfabric flows` lists flows; a finished one is deleted a day after its members"
+_FLOWS_HINT = "`flowfabric flows` lists flows; the engine deletes them a day after they end"
 CONNECT_S = 3.0
 """Shorter than a worker's: a person waits for the answer."""
 
@@ -109,7 +109,7 @@ async def find_execution(backend: Backend, text: str, namespace: str | None = No
         flows = await _flows_named(backend, text, namespace)
         if len(flows) != 1:
             raise
-        hint = f"this is a flow: run `flowfabric flow show {flows[0]}`"
+        hint = f"this is the id of a flow: run `flowfabric flow show {flows[0]}`"
         raise CliError(error.code, error.explanation, hint) from error
     except lookup.AmbiguousId as error:
         raise await _ambiguous(backend, error) from error
@@ -137,12 +137,12 @@ async def _flows_named(backend: Backend, text: str, namespace: str | None) -> li
 
 
 def _given(text: str) -> str:
-    """An id as people copy it."""
+    """The id without what people copy along with it."""
     return text.strip().removesuffix("…").lower()
 
 
 async def _execution_hint(backend: Backend, text: str, namespace: str | None) -> str:
-    """What to run instead if the text names an execution."""
+    """The command to run instead if the text names an execution."""
     try:
         name = lookup.parse_name(text)
         execution_id = await lookup.find_execution(backend, name, namespace)
@@ -150,18 +150,19 @@ async def _execution_hint(backend: Backend, text: str, namespace: str | None) ->
         return ""
     flow_id = await backend.flows.resolve_execution_flow_id(execution_id)
     if flow_id is None:
-        return f"this is an execution without a flow: run `flowfabric show {execution_id.compact}`"
-    return f"this is an execution of a flow: run `flowfabric flow show {flow_id}`"
+        compact = execution_id.compact
+        return f"this is the id of an execution without a flow: run `flowfabric show {compact}`"
+    return f"this is the id of an execution in a flow: run `flowfabric flow show {flow_id}`"
 
 
 async def _find_flow(backend: Backend, text: str, namespace: str | None) -> str:
-    """The flow with this id, or with an id that only it starts with."""
+    """The only flow whose id is this text or starts with it."""
     given = _given(text)
     found = await _flows_named(backend, text, namespace)
     hint = "" if found else await _execution_hint(backend, text, namespace)
     if _flow_start(given) is None:
         hint = hint or "`flowfabric flows` lists flows and their ids"
-        problem = f"{text!r} is neither a flow id nor its start of at least {_MIN_START} characters"
+        problem = f"{text!r} is neither a flow id nor its first {_MIN_START} or more characters"
         raise UsageError("invalid_input", problem, hint)
     if len(found) > 1:
         lines = "".join(f"\n  {flow_id}" for flow_id in found[:_LISTED])

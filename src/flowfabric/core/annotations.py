@@ -109,12 +109,12 @@ def annotation(hint: Any) -> Annotation:
 
 
 class Unencodable:
-    """Stands for a value that is not there yet; no payload can carry it."""
+    """A value that does not exist yet, so that no payload can contain it."""
 
     __slots__ = ()
 
     explanation: ClassVar[str]
-    """What the error says to a caller who tries."""
+    """The text of the error."""
 
 
 def enc_hook(value: Any) -> Any:

@@ -38,11 +38,11 @@ _UNITS = {
     **dict.fromkeys("rR", "a member to reopen"),
     **dict.fromkeys("pPw", "a member to replay"),
 }
-"""The steps that the engine may give up on, by their letter."""
+"""The steps that the engine may set aside, by their letter."""
 
 
 def describe_unit(unit: str) -> str:
-    """A step that the engine gave up on, for people."""
+    """A step that the engine set aside, for people."""
     kind, _, rest = unit.partition("|")
     return f"{_UNITS.get(kind, 'a step')} of flow {rest.partition('|')[0]}"
 
@@ -134,7 +134,7 @@ async def read_flow(backend: Backend, flow_id: str, before: FlowDetail | None = 
 
 
 class Upstream(msgspec.Struct, frozen=True, kw_only=True):
-    """An execution that a member waits for, or waited for."""
+    """A member that another one waits for, or waited for."""
 
     execution_id: ExecutionId
     node: str | None

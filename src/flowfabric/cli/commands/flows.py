@@ -68,8 +68,8 @@ async def flows(
 ) -> None:
     """List flows, newest first.
 
-    DONE counts the members that have ended, and all members. With --json, prints one JSON object
-    per line.
+    DONE shows how many members have ended, and how many there are. With --json, prints one JSON
+    object per line.
     """
     where = FlowFilter(
         namespace=target.namespace,
@@ -102,8 +102,8 @@ async def _show(
     """Show one flow and its graph.
 
     Prints the graph as a tree, with the state of each member and what it waits for. Four or more
-    equal branches are one line with counts. With --watch and without a terminal, prints a member
-    again whenever its state changes.
+    equal branches share one line. With --watch, if the output is not a terminal, prints one line
+    per change of a member.
     """
     async with session.open_flow(target, id_) as (backend, flow_id):
         if watch:
@@ -138,13 +138,13 @@ async def _cancel(
         str,
         _choice(
             _POLICIES,
-            "cancel_all: every member that has not ended. cancel_pending: only those that have not "
-            "started. flow_only: no member, but the flow takes no more.",
+            "cancel_all: every member that has not ended. cancel_pending: only members that wait "
+            "to run. flow_only: no members, but the flow takes no new ones.",
         ),
     ] = "cancel_all",
     reason: Annotated[str, value("TEXT", "Stored with the flow and its members.")] = "",
     wait: Annotated[
-        bool, flag("--wait", "Return when every member that the policy reaches has ended.")
+        bool, flag("--wait", "Return when every member that the policy includes has ended.")
     ] = False,
     timeout: Annotated[
         float | None, options.duration("Wait at most this long. Default: 1m.", "100ms", "1h")
@@ -152,9 +152,9 @@ async def _cancel(
 ) -> None:
     """Cancel a flow and its members.
 
-    Without --wait or --timeout, the engine cancels the members of a large flow in the background. A
-    repeat with a stronger policy reaches more members. If the time is over, cancelling continues.
-    Exits with status 1 then, and if members could not be cancelled.
+    Without --wait or --timeout, the engine cancels the members of a large flow in the background.
+    To cancel more members, repeat the command with a stronger policy. Exits with status 1 if
+    members cannot be cancelled, or after the timeout; the engine then continues in the background.
     """
     wait = wait or timeout is not None
     async with session.open_flow(target, id_) as (backend, flow_id):
@@ -176,7 +176,7 @@ async def _cancel(
     head: list[Cell] = [f"{flow_id}  ", ("cancelled", "bright_black")]
     text = f"  {count_states(members)}"
     if isinstance(outcome, CancellationScheduled):
-        text += "; the others follow in the background"
+        text += "; the engine cancels the rest in the background"
     print_result(fields, *head, text, as_json=target.as_json)
     if isinstance(outcome, PartiallyCancelled):
         failed = outcome.failed_member_execution_ids
@@ -185,13 +185,13 @@ async def _cancel(
         raise CliError(
             "partially_cancelled",
             f"{plural(len(failed), 'member')} could not be cancelled:{listed}{more}",
-            "the engine keeps trying; `flowfabric show ID` of a member says what is wrong with it",
+            "the engine keeps trying; `flowfabric show ID` shows what is wrong with a member",
             *map(str, failed),
         )
 
 
 async def _drain(backend: Backend, flow_id: str, timeout: float) -> None:
-    """Cancel what is left, chunk by chunk, and show how far it is."""
+    """Cancel the remaining members, some per call, and show the progress."""
     try:
         async with asyncio.timeout(timeout):
             cancelled, settled, left = await backend.flows.drain_flow_cancel(flow_id)
@@ -205,8 +205,8 @@ async def _drain(backend: Backend, flow_id: str, timeout: float) -> None:
     except TimeoutError:
         raise CliError(
             "timeout",
-            f"some members did not end within {timeout:g} s; the flow is cancelled",
-            "the engine cancels them in the background; `flowfabric flow show` shows how far it is",
+            f"the flow is cancelled, but some members did not end within {timeout:g} s",
+            "the engine continues in the background; `flowfabric flow show ID` shows the progress",
         ) from None
 
 
@@ -218,14 +218,14 @@ async def _replay(
 ) -> None:
     """Rerun the failed and expired members of a flow.
 
-    Members that were skipped because of them wait again. Members of a large flow follow in the
-    background.
+    Members that were skipped because of them wait again. If the flow is large, the engine continues
+    in the background.
     """
     async with session.open_flow(target, id_) as (backend, flow_id):
         done = await backend.flows.replay_flow(flow_id, failed_only=not cancelled)
     fields = {"flow_id": flow_id, **msgspec.structs.asdict(done)}
     text = f"replayed {plural(done.replayed, 'member')}, {done.reopened:,} wait for them again"
-    more = "; more follow in the background" if done.pending else ""
+    more = "; the engine replays the rest in the background" if done.pending else ""
     print_result(fields, f"{flow_id}  ", text, more, as_json=target.as_json)
 
 
@@ -243,7 +243,8 @@ async def _release(target: Target, id_: options.FlowId) -> None:
 async def _delete(target: Target, id_: options.FlowId, *, yes: options.Yes = False) -> None:
     """Delete a finished or cancelled flow with all its members.
 
-    Its subflows follow in the background. Otherwise it is deleted when its retention is over.
+    The engine deletes its subflows in the background. If you do not delete a flow, the engine does
+    so when its retention is over.
     """
     async with session.open_flow(target, id_) as (backend, flow_id):
         flow = await backend.flows.describe_flow(flow_id, edge_groups=False)
@@ -260,10 +261,11 @@ async def _delete(target: Target, id_: options.FlowId, *, yes: options.Yes = Fal
 
 
 async def _retry(target: Deployment) -> None:
-    """Try again what the engine gave up on.
+    """Retry the steps that the engine set aside.
 
-    A step that fails six times because a record is damaged is set aside; `flowfabric doctor` shows
-    it. Repair the record first. Exits with status 1 if a step fails again.
+    The engine sets a step aside when it has failed six times because a record is damaged.
+    `flowfabric doctor` shows such steps. Repair the record first. Exits with status 1 if a step
+    fails again.
     """
     async with session.open_backend(target) as backend:
         tags = await backend.places.used_partitions()
@@ -281,7 +283,7 @@ async def _retry(target: Deployment) -> None:
         raise CliError(
             "retry_failed",
             f"{plural(failed, 'step')} failed again",
-            "the engine tries five more times; `flowfabric doctor` then shows what is wrong",
+            "the engine retries five times; after that, `flowfabric doctor` shows what is wrong",
         )
 
 

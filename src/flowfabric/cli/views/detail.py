@@ -165,7 +165,7 @@ def _print_upstreams(screen: Screen, place: Membership) -> None:
             "TASK": each.execution_kind or "-",
             "STATE": state_cell(each.public_state.value) if each.public_state else "deleted",
             "SATISFIED": {"pending": "not yet", "impossible": "never"}.get(each.edge_state, "yes"),
-            "BY": {"terminal": "any end", "failure_only": "failure"}.get(
+            "BY": {"terminal": "any outcome", "failure_only": "failure"}.get(
                 each.dependency_kind, "success"
             ),
             "INPUT": each.input_name or "-",

@@ -1,4 +1,4 @@
-"""A graph as a tree: each member under the last one that everything before it goes through."""
+"""A graph as a tree: each member below the last one that every path to it passes through."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -12,18 +12,18 @@ _FOLDED_FROM = 4
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One line of the tree: one member, or equal ones that are folded into it."""
+    """One line of the tree: one member, or several equal ones."""
 
     indent: str
     members: list[FlowMember]
     edges: list[EdgeSnapshot]
-    """Those that reach the members."""
+    """The edges that lead to the members."""
     parent: int
     """The line above it in the tree; -1 for none."""
 
     @property
     def name(self) -> str:
-        """The member's name, or the task of all of them and their number."""
+        """The member's name; of several, their task and their number."""
         first = self.members[0]
         if len(self.members) > 1:
             return f"{first.execution_kind} ×{len(self.members):,}"
@@ -47,7 +47,7 @@ class _Graph:
         self.into: list[list[EdgeSnapshot]] = [[] for _ in members]
         self.before: list[list[int]] = [[] for _ in members]
         for edge in edges:
-            # An end that is missing was deleted, or added while this was read.
+            # A missing member was deleted, or was added after the members were read.
             child = position.get(edge.downstream_execution_id)
             upstream = position.get(edge.upstream_execution_id)
             if child is not None and upstream is not None:
@@ -58,7 +58,7 @@ class _Graph:
         self.shape = self._shapes()
 
     def _sorted(self) -> tuple[list[int], list[int]]:
-        """Every member after all that it waits for, and how many lie before it at most."""
+        """Each member after all that it waits for, and the length of the longest path to it."""
         after: list[list[int]] = [[] for _ in self.members]
         left = [len(before) for before in self.before]
         rank = [0] * len(left)
@@ -107,7 +107,7 @@ class _Graph:
         return children
 
     def _shapes(self) -> list[int]:
-        """Equal numbers for members of one task and join with equal members below them."""
+        """Equal numbers for members of the same task and join policy with equal members below."""
         known: dict[object, int] = {}
         shape = [0] * len(self.members)
         for at in reversed(self.order):
@@ -119,7 +119,7 @@ class _Graph:
         return shape
 
     def groups(self, above: Sequence[int], *, fold: bool) -> list[list[int]]:
-        """The members directly below these, those that share a line together."""
+        """The members directly below these, grouped by line."""
         below = [child for at in above for child in self.children[at]]
         alike: dict[int, list[int]] = {}
         for at in below:
@@ -141,8 +141,8 @@ def tree_of(detail: FlowDetail, *, fold: bool) -> Tree:
     graph = _Graph(detail.nodes, detail.edges)
     lines: list[Line] = []
     line_of: dict[str, int] = {}
-    # Groups still to print, the next one last: what stands before each, before the lines below
-    # it, and the line above.
+    # Groups still to print, the next one last. Each comes with its own indent, the indent of the
+    # lines below it, and the number of the line above.
     todo = [(group, "", "", -1) for group in reversed(graph.groups([graph.root], fold=fold))]
     while todo:
         group, indent, below, above = todo.pop()
@@ -153,7 +153,7 @@ def tree_of(detail: FlowDetail, *, fold: bool) -> Tree:
         line_of |= {member.execution_id: number for member in members}
         groups = graph.groups(group, fold=fold)
         if len(groups) == 1:
-            # A chain continues without a step to the right.
+            # A chain continues without more indent.
             todo.append((groups[0], f"{below}↓ ", below, number))
             continue
         branches = [(each, f"{below}├─ ", f"{below}│  ", number) for each in groups]

@@ -34,13 +34,14 @@ from flowfabric.engine.flow_overview import FlowDetail, NewestFlows, member_name
 
 _FLOW_STYLES = {"open": "yellow", "running": "bold cyan", "blocked": "yellow", "held": "magenta"}
 _FAILED = ("failed", "expired")
+_OUTCOMES = {"terminal": " (any outcome)", "failure_only": " (failure)"}
 _OPTIONAL_COLUMNS = ("ID", "TASK")
 _NAMED = 3
 _LINES_AROUND_TREE = 5
 
 
 def flow_state(flow: FlowListing | FlowSnapshot) -> Cell:
-    """What a flow is in: cancelled, held, or what its members together are in."""
+    """The state to show: cancelled, held, or the state that follows from the members."""
     name: str = flow.derived_state
     if flow.public_flow_state == "cancelled":
         name = "cancelled"
@@ -50,7 +51,7 @@ def flow_state(flow: FlowListing | FlowSnapshot) -> Cell:
 
 
 def print_flows(found: NewestFlows, *, filtered: bool) -> None:
-    """Print the table; on a terminal with totals below it."""
+    """Print the table; on a terminal, also the totals."""
     screen = Screen()
     if not found.rows:
         screen.line("No flow matches." if filtered else "No flows yet.")
@@ -84,7 +85,7 @@ def _totals(found: NewestFlows) -> str:
 
 
 def print_flow(detail: FlowDetail, *, full: bool, as_json: bool) -> None:
-    """Print a flow: what it is, and its graph."""
+    """Print a flow and its graph."""
     if as_json:
         flow = {
             name: value
@@ -135,7 +136,7 @@ def _flow_facts(detail: FlowDetail) -> list[tuple[str, Cell | None]]:
 
 
 def count_states(states: Mapping[str, int]) -> str:
-    """The number of members in each state, most first."""
+    """The number of members in each state, the largest number first."""
     counts = sorted(states.items(), key=lambda pair: (-pair[1], pair[0]))
     return ", ".join(f"{count:,} {state}" for state, count in counts)
 
@@ -169,13 +170,13 @@ def _state(members: Sequence[FlowMember]) -> Cell:
 
 
 def _sources(tree: Tree, line: Line) -> str:
-    """What the members wait for; nothing if that is just the line above."""
+    """What the members wait for; empty if that is only the line above."""
     names: dict[str, set[str]] = {}
     for edge in line.edges:
         upstream = tree.lines[tree.line_of[edge.upstream_execution_id]]
-        mark = {"terminal": " (any end)", "failure_only": " (failure)"}.get(edge.dependency_kind)
+        mark = _OUTCOMES.get(edge.dependency_kind, "")
         passed = "payload" if edge.data_passing_ref else edge.input_name or ""
-        names.setdefault(upstream.name + (mark or ""), set()).add(passed)
+        names.setdefault(upstream.name + mark, set()).add(passed)
     join = line.members[0].join
     policy = None if join is None else join.policy
     above = tree.lines[line.parent].name if line.parent >= 0 else ""
@@ -193,7 +194,7 @@ def _sources(tree: Tree, line: Line) -> str:
 
 
 def _labelled(name: str, passed: set[str]) -> str:
-    """`input=name` if all that comes from there has one name."""
+    """`input=name` if all edges from there have the same input name."""
     (only,) = passed if len(passed) == 1 else ("",)
     return f"{only}={name}" if only else name
 
@@ -205,7 +206,7 @@ def _owned(line: Line) -> str:
 
 
 def _verdict(line: Line) -> str:
-    """How far a join is decided, or which of many members failed."""
+    """The progress of a join, or which of several members failed."""
     if len(line.members) > 1:
         failed = [each for each in line.members if each.public_state.value in _FAILED]
         shown = [
