@@ -253,7 +253,7 @@ COMPLETE = (
     "return reply.ok(replies, cascade.told(c))",
 )
 RENEW = ("functions/ff_renew.lua", "  return reply.ok(replies)")
-CREATE = ("functions/ff_create.lua", "  return reply.ok(replies)")
+CREATE = ("functions/ff_create.lua", "  return reply.ok(replies, cascade.told(c))")
 ODD_ITEMS = ["'odd'", "{ 7 }", "{ 0 }", "{ 1, 'DUPLICATE' }", "{ 2, 'x' }"]
 
 

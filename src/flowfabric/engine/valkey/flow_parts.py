@@ -116,11 +116,12 @@ def flow_parts(items: Sequence[Item], late: Sequence[Edge] = ()) -> Iterator[Flo
             part = FlowPart(more=[[*edge, execution_id.uuid] for edge in chunk])
     for edges in leading.values():
         left += edges
+    # What one call can take is refused, or stored, as a whole.
     for chunk in chunks(left, _LATE_AT_ONCE):
-        if part.items or part.late:
+        if len(part.late) + len(chunk) > _LATE_AT_ONCE:
             yield part
             part = FlowPart()
-        part.late = list(chunk)
+        part.late += chunk
     yield part
 
 

@@ -127,14 +127,16 @@ function record.transition(c, id, rec, state, ...)
   end
 end
 
--- Sets fields (name, value pairs) that the next transition writes.
-function record.set_later(rec, ...)
+-- Gives a member a state and fields (name, value pairs) that its next transition writes.
+function record.move_later(c, rec, state, ...)
   local fields = { ... }
   for i = 1, #fields, 2 do rec[fields[i]] = fields[i + 1] end
   rec.unwritten = fields
+  flow.count(c, rec.flow_id, rec.state, state)
+  rec.state = state
 end
 
--- Adds what `set_later` left to a list of fields. Another call may have changed it since.
+-- Adds what `move_later` left to a list of fields. Another call may have changed it since.
 function record.with_unwritten(rec, fields)
   for i = 1, #rec.unwritten, 2 do
     local name = rec.unwritten[i]

@@ -339,9 +339,7 @@ function claiming.keep(c, id, rec, ...)
         and not kept.offered.tokens[waiting.task_token(rec.execution_kind)]) then
     return false
   end
-  record.set_later(rec, ...)
-  flow.count(c, rec.flow_id, rec.state, S.NEW)
-  rec.state = S.NEW
+  record.move_later(c, rec, S.NEW, ...)
   kept[#kept + 1] = id
   c.at_hand = c.at_hand or {}
   c.at_hand[id] = rec
