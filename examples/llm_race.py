@@ -1,4 +1,4 @@
-"""Three models race for an answer: the first one counts, the others are cancelled.
+"""Ask three models the same question: use the first answer and cancel the other two.
 
 Run it with `python -m examples.llm_race`; it uses FF_URL, or an embedded Valkey.
 """
@@ -15,24 +15,24 @@ THINKS_S = {"haiku": 0.05, "novel": 60.0, "epic": 60.0}
 
 @app.task(lane="llm", timeout="2m")
 async def ask(model: str, question: str) -> str:
-    """One model; cancelled where it waits when another was first."""
+    """Ask one model. The `await` is cancelled if another model answers first."""
     await asyncio.sleep(THINKS_S[model])
     return f"{model}: 42, if you ask {question!r}"
 
 
 @app.task(lane="llm")
 async def present(ctx: ff.Context, answer: str) -> str:
-    """Gets the winner's answer; `ctx.inputs.fired_by` is the winner's execution."""
+    """Present the first answer; `ctx.inputs.fired_by` is the execution that gave it."""
     ctx.log.info("decided by %s", ctx.inputs.fired_by)
     return answer.upper()
 
 
 async def main() -> None:
-    """The race, and what became of the losers."""
+    """Run the race and print the final states."""
     flow = app.flow("race")
     answers = flow.map(ask, THINKS_S, question="why?")
     flow.add(present, ff.any_of(*answers, on_satisfied="cancel_remaining"))
-    # The losers notice at their next lease renewal.
+    # A cancelled handler stops at the next lease renewal of its worker.
     async with app, app.worker(lease_ttl=1):
         race = await flow.submit()
         print(await race.result(timeout=30))

@@ -17,13 +17,13 @@ WORDS = ("durable", "work", "is", "calm", "work")
 
 @app.task(lane="words")
 async def count_words(page: int) -> dict[str, int]:
-    """Map: the words of one page."""
+    """Map: count the words of one page."""
     return Counter(WORDS[number % len(WORDS)] for number in range(page))
 
 
 @app.task(lane="words")
 async def merge(counts: list[dict[str, int]]) -> dict[str, int]:
-    """Reduce: all counts as one."""
+    """Reduce: add up all counts."""
     total: Counter[str] = Counter()
     for each in counts:
         total.update(each)
@@ -31,7 +31,7 @@ async def merge(counts: list[dict[str, int]]) -> dict[str, int]:
 
 
 async def main() -> None:
-    """1,001 nodes and 1,000 edges, submitted as one."""
+    """Submit 1,001 nodes and 1,000 edges in one flow."""
     flow = app.flow("word-count")
     pages = flow.map(count_words, range(1000))
     flow.add(merge, ff.gather(pages))

@@ -1,4 +1,4 @@
-"""A media pipeline: one upload, three sizes, subtitles, one page; cleanup whatever happens.
+"""A media pipeline: one upload, three sizes, subtitles and a page. The cleanup always runs.
 
 Run it with `python -m examples.media_pipeline`; it uses FF_URL, or an embedded Valkey.
 """
@@ -23,38 +23,38 @@ class Video:
 
 @app.task(lane="media")
 async def probe(name: str) -> Video:
-    """What was uploaded."""
+    """Read the properties of the upload."""
     if not name.endswith(".mov"):
-        raise ValueError(f"{name} is no video")
+        raise ValueError(f"{name} is not a video")
     return Video(name, 2160)
 
 
 @app.task(lane="media")
 async def transcode(height: int, source: Video) -> Video:
-    """One size of it."""
+    """Produce one size of the video."""
     return Video(f"{source.name}-{height}p", min(height, source.height))
 
 
 @app.task(lane="media")
 async def transcribe(source: Video) -> str:
-    """Subtitles."""
+    """Produce the subtitles."""
     return f"subtitles of {source.name}"
 
 
 @app.task(lane="media")
 async def publish(sizes: list[Video], subtitles: str | None) -> str:
-    """The page, also without subtitles."""
+    """Publish the page, with or without subtitles."""
     return f"{len(sizes)} sizes, {subtitles or 'no subtitles'}"
 
 
 @app.task(lane="media")
 async def remove_upload(name: str) -> str:
-    """Runs after every end of the flow's other nodes, good or bad."""
+    """Remove the upload, whether the page was published or not."""
     return f"removed {name}"
 
 
 def pipeline(name: str) -> ff.FlowBuilder:
-    """The graph: handles passed as arguments are its edges."""
+    """Build the graph. A node passed as an argument makes an edge."""
     flow = app.flow("media", tags={"media.upload": name})
     source = flow.add(probe, name)
     sizes = flow.map(transcode, [480, 720, 1080], source.value)
@@ -65,7 +65,7 @@ def pipeline(name: str) -> ff.FlowBuilder:
 
 
 async def main() -> None:
-    """One upload that works and one that does not."""
+    """Run the pipeline for a video, and for a file that is not a video."""
     async with app, app.worker():
         flow = await pipeline("holiday.mov").submit()
         async for change in flow.watch():
@@ -84,7 +84,7 @@ async def main() -> None:
         except ff.FlowFailed as error:
             failures.append(error)
         print(failures[0])
-        assert failures[0].failures["probe-1"].reason == "ValueError: notes.txt is no video"
+        assert failures[0].failures["probe-1"].reason == "ValueError: notes.txt is not a video"
         assert failures[0].graph.nodes["page"].state == "skipped"
         assert await flow.run("cleanup").result() == "removed notes.txt"
 

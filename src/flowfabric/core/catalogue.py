@@ -112,8 +112,8 @@ execution_not_eligible_for_attempt R Ask for other work.
 # conflict 409
 self_referencing_edge T An execution cannot depend on itself.
 cycle_detected T Remove the edge that closes the cycle.
-dependency_already_exists T The two are already joined; use the existing edge.
-already_member_of_different_flow T An execution belongs to one flow; submit a new one.
+dependency_already_exists T The edge exists; use it, or pass another id or input name.
+already_member_of_different_flow T An execution belongs to only one flow; submit a new execution.
 execution_already_in_flow T The execution is already a member.
 flow_submission_conflict T This flow id was submitted with other content; use a new id.
 waitpoint_already_exists I Use the existing waitpoint.
@@ -144,8 +144,8 @@ waitpoint_not_open I The waitpoint is closed.
 pending_waitpoint_expired I Create a new waitpoint.
 stream_closed T Stop writing: the attempt has ended.
 stale_owner_cannot_append T Stop work: another worker owns the execution.
-flow_already_terminal T The flow has ended; create a new one.
-flow_not_terminal T Wait until the flow ends, or cancel it.
+flow_already_terminal T The flow was cancelled; create a new one.
+flow_not_terminal T Wait until the flow has ended, or cancel it.
 execution_not_in_flow T Name a member of this flow.
 not_runnable T Dependencies can only be added before the execution is claimed.
 terminal T The execution has finished.

@@ -1,4 +1,4 @@
-"""Checking a graph of nodes and edges, ordering it, and naming its executions."""
+"""Check a graph of nodes and edges, order it, and derive the ids of its executions."""
 
 import itertools
 import re
@@ -17,7 +17,7 @@ _is_input_name = re.compile(r"[A-Za-z0-9_]{1,64}").fullmatch
 SUBFLOW = "subflow"
 """The kind of members that own a flow; no worker runs them."""
 KINDS = {"success_only": "s", "terminal": "t", "failure_only": "f"}
-"""Kinds of dependencies, each with the letter that stands for it in storage."""
+"""Kinds of dependencies, each with the letter that is stored for it."""
 
 
 def is_input_name(text: str) -> bool:
@@ -41,7 +41,7 @@ def subflow_id(
 
 
 def derived_uuid(namespace: str, name: str) -> str:
-    """`uuid5` as text, without a `UUID` of each: 28 of them took half the time of a submission."""
+    """`uuid5` as text, without a `UUID` object: 28 of those took half the time of a submission."""
     data = bytes.fromhex(namespace.replace("-", "")) + name.encode()
     digest = bytearray(sha1(data, usedforsecurity=False).digest()[:16])
     digest[6] = digest[6] & 0x0F | 0x50
@@ -63,7 +63,7 @@ def edge_id(flow_id: str, edge: GraphEdge) -> str:
 
 
 def check_passing(edge: GraphEdge | Dependency, field: str = "edges") -> None:
-    """Refuse an edge whose kind, input name, reference or id is malformed."""
+    """Raise an error if the kind, input name, reference or id of an edge is malformed."""
     if edge.kind not in KINDS:
         raise invalid_input(f"{field}.kind", f"must be one of {', '.join(KINDS)}")
     if edge.input_name and _is_input_name(edge.input_name) is None:
@@ -89,7 +89,7 @@ def _check_joins(nodes: Iterable[GraphNode], inbound: Mapping[str, list[GraphEdg
         k = join.k if isinstance(join, Quorum) else 1
         if type(k) is not int or not 1 <= k <= max(1, len(edges)) or not edges:
             raise invalid_input(
-                "groups", f"node {node.key!r}: k is {k} but {len(edges)} edges lead to it"
+                "groups", f"node {node.key!r}: k is {k}, but {len(edges)} edges lead to it"
             )
 
 
@@ -111,14 +111,14 @@ def _conflict(code: str, *details: str) -> ConflictError:
 def check_graph(
     nodes: Sequence[GraphNode], edges: Sequence[GraphEdge], known: Iterable[str] = ()
 ) -> dict[str, list[GraphEdge]]:
-    """Refuse a graph that cannot be submitted; the inbound edges of each node.
+    """The inbound edges of each node; raises an error if the graph cannot be submitted.
 
-    `known`: keys of nodes that the flow has already.
+    `known`: keys of nodes that the flow already has.
     """
     if len(nodes) > MAX_NODES:
-        raise invalid_input("nodes", f"are {len(nodes)}; one call takes {MAX_NODES}")
+        raise invalid_input("nodes", f"got {len(nodes)}; the limit of one call is {MAX_NODES}")
     if len(edges) > MAX_EDGES:
-        raise invalid_input("edges", f"are {len(edges)}; one call takes {MAX_EDGES}")
+        raise invalid_input("edges", f"got {len(edges)}; the limit of one call is {MAX_EDGES}")
     keys: set[str] = set()
     for node in nodes:
         validate_text(node.key, "nodes.key", limit=256, required=True)
@@ -174,7 +174,7 @@ def ordered(nodes: Sequence[GraphNode], inbound: Mapping[str, list[GraphEdge]]) 
 
 
 def _cycle(left: set[str], inbound: Mapping[str, list[GraphEdge]]) -> list[str]:
-    """One cycle as keys. Every node that is left has an upstream that is left."""
+    """The keys of one cycle. Every node in `left` has an upstream in `left`."""
     path: list[str] = []
     seen: dict[str, int] = {}
     key = min(left)

@@ -1,4 +1,4 @@
-"""The scanners of flows: they finish what calls left to do, and audit what calls did."""
+"""The scanners of flows: they work through the backlog of calls, and check what calls did."""
 
 import logging
 from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -10,6 +10,7 @@ from flowfabric.core.text import shown
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.flows import tag_of
 from flowfabric.engine.api.upkeep import DependencyAudit, Index
+from flowfabric.engine.flow_overview import describe_unit
 from flowfabric.scanners.base import Cycle, report
 from flowfabric.scanners.jobs import DueScanner
 from flowfabric.scanners.watch import Territory
@@ -30,7 +31,7 @@ _MEMBERS_ASKED = 100
 
 
 async def occupied(cycle: Cycle, tags: list[str], queues: Sequence[str]) -> list[str]:
-    """The partitions with work in a queue, found by halves: as a rule there are none, or few."""
+    """The partitions with work in a queue, found by bisection: usually there are none, or few."""
     indexes = [Index(tag, queue) for tag in tags for queue in queues]
     if not await cycle.backend.upkeep.any_exists(indexes):
         if cycle.watch is not None:
@@ -64,10 +65,10 @@ class QueueScanner:
 
 
 class CascadeDrain(QueueScanner):
-    """Finishes what the end of members, releases and replays mean for other members.
+    """Does what was too much for the calls that ended, released or replayed members.
 
-    Tries again what failed because a record is damaged. The engine gives up on it after some
-    failures; that is reported once.
+    Retries steps that failed because a record is damaged. After some failures the engine sets a
+    step aside; this scanner reports it once.
     """
 
     def __init__(self) -> None:
@@ -77,10 +78,10 @@ class CascadeDrain(QueueScanner):
     async def scan(self, cycle: Cycle) -> None:
         new = sorted(cycle.territory.keys() - self._reported.keys())
         await super().scan(cycle)
-        # A process that takes over reports what it finds.
+        # A process that takes over reports what was set aside before.
         if new and await cycle.backend.upkeep.any_exists([Index(tag, _PARKED) for tag in new]):
             for tag in new:
-                with cycle.surviving("could not read what was given up", partition=tag):
+                with cycle.surviving("could not read the steps set aside", partition=tag):
                     await self._report_parked(cycle, tag)
         for tag in new:
             self._reported.setdefault(tag, set())
@@ -99,14 +100,14 @@ class CascadeDrain(QueueScanner):
         parked = await cycle.backend.upkeep.parked_units(tag)
         for unit in sorted(parked.keys() - self._reported.get(tag, set())):
             cycle.errors += 1
-            message = f"gave up on {unit}: {parked[unit]}"
+            message = f"set {describe_unit(unit)} aside after several failures: {parked[unit]}"
             fields = {"item": unit, "partition": tag, "error": parked[unit]}
             report(logging.ERROR, self.name, "cascade_parked", message, **fields)
         self._reported[tag] = set(parked)
 
 
 class SiblingScanner(QueueScanner):
-    """Handles joins that are decided and may still have siblings to cancel, some at a time."""
+    """Handles decided joins that may still have upstreams to cancel, some at a time."""
 
     def __init__(self, name: str, handle: Callable[[str, ExecutionId], Awaitable[bool]]) -> None:
         super().__init__(name, ("pending_cancel_groups",), self._visit)
@@ -119,7 +120,7 @@ class SiblingScanner(QueueScanner):
             known = {child: flow_id for flow_id, child in self._parsed(cycle, tag, names)}
             if malformed := set(names) - {f"{f}|{child.uuid}" for child, f in known.items()}:
                 cycle.errors += await upkeep.forget_sibling_groups(tag, sorted(malformed))
-                message = f"removed malformed members of pending_cancel_groups: {len(malformed)}"
+                message = f"removed {len(malformed)} malformed entries of pending_cancel_groups"
                 report(logging.WARNING, self.name, "member_malformed", message, partition=tag)
             accepted = set(await cycle.where.accepted(cycle.backend, list(known)))
             handled = 0
@@ -134,13 +135,13 @@ class SiblingScanner(QueueScanner):
     def _parsed(cycle: Cycle, tag: str, names: Sequence[str]) -> Generator[tuple[str, ExecutionId]]:
         for name in names:
             flow_id, _, uuid = name.partition("|")
-            # A flow of another partition is as malformed as a name that is no uuid.
+            # A flow of another partition is malformed, too.
             if is_uuid(uuid) and is_uuid(flow_id) and tag_of(flow_id, cycle.backend.counts) == tag:
                 yield flow_id, ExecutionId.parse(f"{tag}:{uuid}")
 
 
 def sibling_scanners(backend: Backend) -> list[QueueScanner]:
-    """One cancels, the other only forgets: they never disagree."""
+    """One cancels, the other only removes joins from the queue, so they cannot conflict."""
     flows = backend.flows
 
     async def dispatch(flow_id: str, child: ExecutionId) -> bool:
@@ -158,7 +159,7 @@ def sibling_scanners(backend: Backend) -> list[QueueScanner]:
 
 
 class _DueFlows(DueScanner):
-    """Deletes flows whose retention is over, and submissions that were given up."""
+    """Deletes flows whose retention is over, or whose submission was interrupted."""
 
     def is_member(self, tag: str, member: str) -> bool:  # noqa: ARG002
         return is_uuid(member)
@@ -168,8 +169,8 @@ class _DueFlows(DueScanner):
 
 
 class FlowProjector:
-    """Deletes flows that are due, compares the counters of others with their members, some in each
-    cycle, and repairs them.
+    """Deletes flows that are due. Compares the counters of others with their members, some flows
+    per cycle, and repairs them.
     """
 
     name = "flow_projector"
@@ -200,7 +201,7 @@ class FlowProjector:
                     return
 
     async def _walk(self, cycle: Cycle, tag: str, after: str, budget: int) -> int:
-        """Audit the flows of a partition; returns how many more this cycle may find in order."""
+        """Audit the flows of a partition; returns how much of the budget is left."""
         partition = PartitionKey.trusted(tag).index_number
         while True:
             page = await cycle.backend.flows.flow_ids(partition, after, _FLOWS_PAGE)
@@ -223,7 +224,7 @@ class FlowProjector:
         cycle.processed += 1
         if audit.outcome != "deleted":
             self.repaired += 1
-            found = ", ".join(audit.drift) or "it does not exist"
+            found = ", ".join(audit.drift) or "it was listed but does not exist"
             message = f"repaired flow {flow_id}: {found}"
             fields = {"flow_id": flow_id, "partition": tag, "drift": found}
             report(logging.WARNING, self.name, "flow_repaired", message, **fields)
@@ -231,7 +232,7 @@ class FlowProjector:
 
 
 class CancelReconciler(DueScanner):
-    """Cancels members that a cancelled flow still owes when its grace is over."""
+    """Cancels the remaining members of a cancelled flow after its grace period."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__("cancel_reconciler", backend.upkeep.drain_flow_cancels, "cancel_backlog")
@@ -257,8 +258,8 @@ class CancelReconciler(DueScanner):
 class DependencyReconciler:
     """Audits members that wait for others, some in each cycle, and repairs what it finds.
 
-    Every end of a member resolves its edges in the same call or leaves them in a queue, so what
-    this finds is a fault of the engine or of the store.
+    The call that ends a member resolves its edges or queues them, so whatever this finds is a fault
+    of the engine or of the server.
     """
 
     name = "dependency_reconciler"
@@ -266,7 +267,7 @@ class DependencyReconciler:
     def __init__(self) -> None:
         self.faults = 0
         self._next: Index | None = None
-        # Where the look at an index, and at the edges of a member with many, continues.
+        # Where the audit of an index, and of a member with many edges, continues.
         self._ranks: dict[Index, int] = {}
         self._cursors: dict[str, str] = {}
 
@@ -295,7 +296,7 @@ class DependencyReconciler:
         while True:
             rank = self._ranks.pop(index, 0)
             ids = await upkeep.list_index(index, rank, _PAGE)
-            # Those that leave the index in this look make room for the ones after them.
+            # Repaired members leave the index, so the ones after them move up.
             left = await self._look(cycle, index, ids)
             cycle.progress()
             done += len(ids)

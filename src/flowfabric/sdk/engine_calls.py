@@ -1,4 +1,4 @@
-"""Operations of the engine as methods of a client, and waiting for flows."""
+"""Engine operations as methods of a client, and waiting for flows."""
 
 import asyncio
 import functools
@@ -35,7 +35,7 @@ def engine_call(
 
 
 class FlowCalls(ClosedOnce):
-    """What a client does with flows."""
+    """The client's methods for flows."""
 
     backend: Backend
 
@@ -53,7 +53,7 @@ class FlowCalls(ClosedOnce):
     get_inputs = engine_call(Flows.get_inputs)
 
     async def wait_flow(self, flow_id: str, timeout: Duration | None = None) -> FlowState:
-        """Wait until all members of a flow have ended, without polling; returns its state."""
+        """Wait until all members of a flow have ended; returns the state of the flow."""
         limit = asyncio.timeout(None if timeout is None else to_ms(timeout, "timeout") / 1000)
         try:
             async with limit:
@@ -70,13 +70,13 @@ class FlowCalls(ClosedOnce):
             try:
                 return await self.backend.flows.wait_flow(flow_id)
             except TransportError as error:
-                # The flow is known to exist: wait through an outage.
+                # The flow exists, so keep waiting during an outage.
                 if not error.retryable or self.closed:
                     raise
             await asyncio.sleep(_RETRY_S)
 
     async def _unfinished_flow(self, flow_id: str, timeout: Duration | None) -> str:
-        """What keeps a flow from its end, as far as it can be read soon."""
+        """The message of the timeout, with the states of the nodes if they can be read soon."""
         given = f"{timeout:g} s" if isinstance(timeout, (int, float)) else str(timeout)
         text = f"Flow {flow_id} did not finish within {given}."
         try:
@@ -87,5 +87,5 @@ class FlowCalls(ClosedOnce):
         if flow is None:
             return text
         states = ", ".join(f"{count} {state}" for state, count in sorted(flow.members.items()))
-        held = " The flow is held: release it." if flow.held else ""
+        held = f" It is held: `flowfabric flow release {flow_id}` lets it run." if flow.held else ""
         return f"{text} Its {plural(flow.node_count, 'node')}: {states}.{held}"

@@ -74,7 +74,7 @@ class ClaimedTask(HeldAttempt):
     async def spawn_children(
         self, nodes: Sequence[GraphNode], edges: Sequence[GraphEdge] = (), *, wait: bool = False
     ) -> Spawned:
-        """Add members to the flow that this task waits for; with `wait`, park until they ended."""
+        """Add members that this task depends on; with `wait`, release it until they have ended."""
         await self._flush_best_effort()
         spawn = self.backend.flows.spawn_children
         return await self._land(

@@ -49,7 +49,7 @@ class Recorder:
         self.prompts: list[str] = []
         """What it asked people, in order."""
         self.spawned: list[str] = []
-        """The keys of the children it waited for, in order."""
+        """The keys of the children that it waited for, in order."""
 
     @property
     def output(self) -> str:
@@ -60,7 +60,7 @@ class Recorder:
 class FakeContext(Recorder, Context):
     """A context for `async def` handlers that records what they do and answers their waits.
 
-    `inputs` are the results of earlier nodes for `ctx.inputs`; None stands for a node that failed.
+    `inputs` are the results of other nodes for `ctx.inputs`; None means that the node failed.
     `children` are the results of the children that the handler waits for, by key.
 
     >>> ctx = FakeContext({"approval": "approved"}, tags={"team": "web"})
@@ -167,7 +167,7 @@ class _FakeClaim(NamedTuple):
 
 
 class _FakeFlow:
-    """The flow of a handler, as much as its children need of it."""
+    """The part of a flow that children need."""
 
     def __init__(self, recorder: Recorder, results: Mapping[str, Any]) -> None:
         self.id = new_uuid()
@@ -180,7 +180,7 @@ class _FakeFlow:
         for key, name in children:
             self._recorder.spawned.append(name)
             if name not in self._results:
-                problem = f"The handler waits for the child {name!r}, and children= has no result."
+                problem = f"The handler waits for the child {name!r}; add its result to children=."
                 raise UnansweredWait(problem)
             self._given[key] = _successful(self._results[name])
         return Spawned(0, {})
@@ -190,7 +190,7 @@ class _FakeFlow:
 
 
 def _passed(value: Any) -> FlowInput:
-    """A result as another node passes it on."""
+    """The input that another node with this result passes on."""
     done = _successful(value)
     return FlowInput(done.execution_id, "failed", None) if value is None else done
 

@@ -1,4 +1,4 @@
-"""Flows: chains of members, one member that releases a thousand, and cancelling many."""
+"""Flows: chains of members, one member that a thousand wait for, and cancellation."""
 
 import asyncio
 import itertools
@@ -24,7 +24,7 @@ _SUBMITTERS = 32
 _CONCURRENCY = 256
 _WARM_UP = 20
 _PAUSE_S = 0.003
-"""Long enough for the worker to fall asleep again."""
+"""Long enough for the worker to become idle again."""
 _SINGLE_SHARE = 10
 """One flow at a time is measured n / 10 times."""
 _WIDTH = 1_000
@@ -63,7 +63,7 @@ def _graph(edges: Iterable[tuple[str, str]], of: NewExecution = _IDLE, race: str
 
 
 def _noop(app: BenchApp) -> NewExecution:
-    """What a worker process runs as `noop`."""
+    """An execution of the task `noop`."""
     return app.noop.new_execution(_IDLE.execution_id, app.noop.encode((), {}))
 
 
@@ -113,7 +113,7 @@ async def chain(at: Arena) -> Figures:
 
 
 async def _submit(at: Arena, flow: FlowGraph) -> None:
-    """Submit a flow; what one call cannot take follows before the flow is released."""
+    """Submit a flow in as many calls as it needs, then release it."""
     if len(flow.nodes) <= MAX_NODES:
         await at.backend.flows.submit_flow(flow)
         return
@@ -173,7 +173,7 @@ def _fan(of: NewExecution = _IDLE) -> FlowGraph:
 
 
 async def _claim(at: Arena, flow: FlowGraph, count: int) -> list[Handle]:
-    """Take members of the flow, whose partition no worker looks at."""
+    """Claim members of the flow; no worker serves its partition."""
     tag = f"{{fp:{flow_partition(flow.flow_id, at.backend.counts)}}}"
     found: list[Handle] = []
     while len(found) < count:

@@ -61,7 +61,7 @@ class Completed(NamedOutcome[Literal["completed"]], frozen=True):
     execution_id: ExecutionId
     public_state: PublicState = PublicState.COMPLETED
     cascade: CascadeCounts | None = None
-    """What that meant for executions that depend on it; None if none does, and in batches."""
+    """What this changed for executions that depend on it; None if none does, and in batches."""
 
 
 class RetryScheduled(NamedOutcome[Literal["retry_scheduled"]], frozen=True):
@@ -128,7 +128,7 @@ class Replayed(NamedOutcome[Literal["replayed"]], frozen=True):
 
     public_state: PublicState
     reopened: int = 0
-    """How many members that depend on it were reopened at once."""
+    """How many members that depend on it were reopened by this call."""
 
 
 class _Read(msgspec.Struct, frozen=True, kw_only=True):
@@ -292,7 +292,7 @@ class WhyWaiting(msgspec.Struct, frozen=True, kw_only=True):
     """The worker that last left it to others because it did not know the task."""
     unresolved_edges: int = 0
     join: JoinSnapshot | None = None
-    """How far its dependencies are decided; None without any."""
+    """The progress of its join; None without dependencies."""
     waitpoints: tuple[str, ...] = ()
     prompt: str | None = None
     """What is asked, for people."""

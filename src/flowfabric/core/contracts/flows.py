@@ -11,11 +11,11 @@ from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState
 
 DependencyKind = Literal["success_only", "terminal", "failure_only"]
-"""Which ends of the upstream satisfy an edge: success, any, or failure and expiry."""
+"""Which outcome of the upstream satisfies an edge: success, any, or failure and expiry."""
 OnSatisfied = Literal["cancel_remaining", "let_run"]
 CancellationPolicy = Literal["cancel_all", "cancel_pending", "flow_only"]
 FlowState = Literal["open", "running", "blocked", "completed", "failed"]
-"""What all members together are in."""
+"""The state that follows from the states of all members."""
 
 
 class JoinAll(msgspec.Struct, frozen=True, tag_field="kind", tag="all_of"):
@@ -57,7 +57,7 @@ class GraphNode(msgspec.Struct, frozen=True, kw_only=True):
     delay_ms: int | None = None
     execution_deadline_at: int | None = None
     join: JoinPolicy = JoinAll()
-    """How its inbound edges decide."""
+    """The policy of its inbound edges."""
 
 
 class GraphEdge(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,11 +67,11 @@ class GraphEdge(msgspec.Struct, frozen=True, kw_only=True):
     to: str
     kind: DependencyKind = "success_only"
     input_name: str = ""
-    """Under which name the claim of `to` carries the result of `frm`."""
+    """The name of the result of `frm` in the claim of `to`."""
     data_passing_ref: str = ""
     """If not empty, the result of `frm` replaces the payload of `to`."""
     edge_id: str = ""
-    """Derived from the flow and the keys unless given."""
+    """By default derived from the flow, the keys and the input name."""
 
 
 class Dependency(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,11 +80,11 @@ class Dependency(msgspec.Struct, frozen=True, kw_only=True):
     upstream: ExecutionId
     kind: DependencyKind = "success_only"
     input_name: str = ""
-    """Under which name the claim carries the result of `upstream`."""
+    """The name of the result of `upstream` in the claim."""
     data_passing_ref: str = ""
     """If not empty, the result of `upstream` replaces the payload."""
     edge_id: str = ""
-    """Derived from both executions and the input name unless given."""
+    """By default derived from both executions and the input name."""
 
 
 class FlowGraph(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ class FlowGraph(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CascadeCounts(msgspec.Struct, frozen=True):
-    """What a call did for members that depend on others."""
+    """How many edges a call resolved, and how many members it released, skipped and cancelled."""
 
     resolved: int = 0
     promoted: int = 0
@@ -117,7 +117,7 @@ class FlowCreated(NamedOutcome[Literal["created"]], frozen=True):
 
 
 class FlowExists(NamedOutcome[Literal["already_satisfied"]], frozen=True):
-    """The flow existed, with the same kind and namespace."""
+    """The flow already existed, with the same kind and namespace."""
 
     flow_id: str
 
@@ -130,39 +130,39 @@ class MemberAdded(NamedOutcome[Literal["added"]], frozen=True):
 
 
 class AlreadyMember(NamedOutcome[Literal["already_member"]], frozen=True):
-    """The execution was a member."""
+    """The execution was already a member."""
 
     execution_id: ExecutionId
     node_count: int
 
 
 class Staged(NamedOutcome[Literal["staged"]], frozen=True):
-    """The edge exists; it counts once it is applied."""
+    """The edge is stored; it takes effect when it is applied."""
 
     edge_id: str
     new_graph_revision: int
 
 
 class AlreadyStaged(NamedOutcome[Literal["already_staged"]], frozen=True):
-    """The same edge existed."""
+    """The same edge was already stored."""
 
     edge_id: str
     graph_revision: int
 
 
 class EdgeApplied(NamedOutcome[Literal["applied"]], frozen=True):
-    """The child waits for the upstream, unless that has ended already."""
+    """The child waits for the upstream, unless the upstream has already ended."""
 
     unsatisfied_count: int
     resolution: str = ""
-    """What an upstream that had ended already decided at once."""
+    """What the edge became at once because its upstream had already ended; otherwise empty."""
     graph_revision: int = 0
     cascade: CascadeCounts | None = None
-    """What that meant for other members; None if nothing."""
+    """What this changed for other members; None if nothing."""
 
 
 class AlreadyApplied(NamedOutcome[Literal["already_applied"]], frozen=True):
-    """The edge counted already."""
+    """The edge was already applied."""
 
 
 class Submitted(NamedOutcome[Literal["submitted"]], frozen=True):
@@ -189,14 +189,14 @@ class Extended(NamedOutcome[Literal["extended"]], frozen=True):
 
 
 class AlreadyExtended(NamedOutcome[Literal["already_extended"]], frozen=True):
-    """The flow had all of them before."""
+    """The flow already had all of these members and edges."""
 
     graph_revision: int
     nodes: dict[str, ExecutionId]
 
 
 class Spawned(NamedOutcome[Literal["spawned"]], frozen=True):
-    """The children exist; `parked` if the lease was released until they are decided."""
+    """The children are stored; `parked` if the lease was released until they have ended."""
 
     graph_revision: int
     nodes: dict[str, ExecutionId]
@@ -205,13 +205,13 @@ class Spawned(NamedOutcome[Literal["spawned"]], frozen=True):
 
 
 class Released(NamedOutcome[Literal["released"]], frozen=True):
-    """The members of a held flow may run."""
+    """The flow is no longer held; `eligible` members can run now."""
 
     eligible: int
 
 
 class FlowCancelled(NamedOutcome[Literal["cancelled"]], frozen=True):
-    """The flow is cancelled, and every member that its policy reaches has ended."""
+    """The flow is cancelled; `pending_members` are still to be cancelled."""
 
     cancellation_policy: str
     member_execution_ids: tuple[ExecutionId, ...]
@@ -221,7 +221,7 @@ class FlowCancelled(NamedOutcome[Literal["cancelled"]], frozen=True):
 
 
 class CancellationScheduled(NamedOutcome[Literal["cancellation_scheduled"]], frozen=True):
-    """The flow is cancelled; its last members follow in the background."""
+    """The flow is cancelled; the engine cancels the remaining members in the background."""
 
     cancellation_policy: str
     member_count: int
@@ -246,12 +246,12 @@ class FlowDeleted(NamedOutcome[Literal["deleted"]], frozen=True):
 
 
 class FlowReplayed(msgspec.Struct, frozen=True):
-    """How much of a flow runs again."""
+    """How many members of a flow run again, and how many wait again."""
 
     replayed: int
     reopened: int
     pending: bool = False
-    """Whether the rest follows in the background."""
+    """Whether the engine continues in the background."""
 
 
 class HeaderCancelled(NamedOutcome[Literal["cancelled"]], frozen=True):
@@ -270,7 +270,7 @@ class HeaderAlreadyTerminal(NamedOutcome[Literal["already_terminal"]], frozen=Tr
 
 
 class DependencyResolved(msgspec.Struct, frozen=True):
-    """What the end of an upstream meant for one child."""
+    """What the end of an upstream changed for one child."""
 
     verdict: Literal["satisfied", "impossible", "pending", "already_fired", "already_resolved"]
     data_injected: bool = False
@@ -279,13 +279,13 @@ class DependencyResolved(msgspec.Struct, frozen=True):
 
 
 class CascadeOutcome(msgspec.Struct, frozen=True):
-    """What the end of a member meant for those that depend on it."""
+    """What the end of a member changed for the members that depend on it."""
 
     resolved: int
     cascaded_children: int
-    """Children that ended by it."""
+    """How many children ended because of it."""
     synchronous: bool
-    """Whether nothing is left to do."""
+    """Whether this call did everything."""
 
 
 SiblingDrain = Literal["drained", "already_drained", "drained_sans_group", "pending"]
@@ -298,13 +298,13 @@ class FlowAudit(msgspec.Struct, frozen=True):
     outcome: Literal[
         "consistent", "repaired", "changed", "submitting", "deleting", "deleted", "orphan_removed"
     ]
-    """`changed`: it went on during the audit, so nothing was compared."""
+    """`changed`: the flow changed during the audit, so nothing was compared."""
     drift: tuple[str, ...] = ()
     """Counters that were wrong, each as `<name> <stored>><counted>`."""
 
 
 class FlowInput(msgspec.Struct, frozen=True):
-    """What a satisfied edge with a name passes on."""
+    """The outcome and result that a satisfied edge with an input name passes to the child."""
 
     execution_id: ExecutionId
     outcome: str
@@ -313,7 +313,7 @@ class FlowInput(msgspec.Struct, frozen=True):
 
 
 class FlowInputs(msgspec.Struct, frozen=True):
-    """The inputs of an execution by name, and which upstream decided a join of any or some."""
+    """The inputs of an execution by name, and the upstream that decided an any_of or quorum."""
 
     inputs: Mapping[str, FlowInput] = {}
     fired_by: ExecutionId | None = None
@@ -323,7 +323,7 @@ NO_INPUTS = FlowInputs()
 
 
 class JoinSnapshot(msgspec.Struct, frozen=True):
-    """How far the join of one child is decided."""
+    """The progress of one child's join."""
 
     downstream_execution_id: ExecutionId
     policy: JoinPolicy
@@ -336,17 +336,17 @@ class JoinSnapshot(msgspec.Struct, frozen=True):
 
 
 class FlowMember(msgspec.Struct, frozen=True, kw_only=True):
-    """One member of a flow, as much as a listing shows."""
+    """One member of a flow in a listing."""
 
     execution_id: ExecutionId
     number: int
     """Members are numbered in the order in which they joined."""
     node: str
-    """Its key in the graph; empty if it was added by hand."""
+    """Its key in the graph; empty if it was added without one."""
     public_state: PublicState
     execution_kind: str
     join: JoinSnapshot | None = None
-    """How far its dependencies are decided; None without any."""
+    """The progress of its join; None without dependencies."""
     subflow_id: str | None = None
     """The flow that it owns and waits for; None unless it is of kind `subflow`."""
 
@@ -393,7 +393,7 @@ class EdgeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FlowStatus = Literal["active", "completed", "failed", "cancelled"]
-"""What a listing says of a flow: cancelled, or what its members together are."""
+"""The status of a flow in a listing: cancelled, or the one that follows from its members."""
 FlowEligibility = Literal[
     "not_found",
     "not_runnable",

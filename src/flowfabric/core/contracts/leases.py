@@ -181,7 +181,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     resume_cause: ResumeCause | None = None
     flow_id: str | None = None
     inputs: FlowInputs = NO_INPUTS
-    """What upstreams of a flow pass on, by input name."""
+    """The results of upstreams in the flow, by input name."""
 
     @property
     def execution_id(self) -> ExecutionId:

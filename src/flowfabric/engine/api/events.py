@@ -114,7 +114,7 @@ class SignalEvent(_ExecutionEvent, frozen=True, kw_only=True):
 
 
 class FlowEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """A flow finished, or somebody asked to cancel it."""
+    """A flow finished, or was cancelled."""
 
     event_id: str
     cursor: bytes

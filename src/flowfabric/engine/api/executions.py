@@ -87,13 +87,13 @@ def check_new(item: NewExecution, max_payload_bytes: int) -> None:
 
 
 def check_kind(item: NewExecution) -> None:
-    """Refuse a kind that no worker runs, except for members of flows."""
+    """Raise an error for a kind that no worker runs, except for members of flows."""
     if item.execution_kind == SUBFLOW and item.flow_id is None:
         raise invalid_input("execution_kind", "'subflow' is reserved for members that own a flow")
 
 
 def check_joining(item: NewExecution, counts: PartitionCounts) -> None:
-    """Refuse an execution that cannot join its flow as described."""
+    """Raise an error for an execution that cannot join its flow as described."""
     if item.flow_id is None:
         raise invalid_input("depends_on", "needs flow_id: only members of a flow wait for others")
     tag = tag_of(item.flow_id, counts)
@@ -303,9 +303,9 @@ class Executions(Concern, Protocol):
     ) -> executions.Replayed:
         """Rerun a finished execution under the same id.
 
-        A skipped member of a flow waits for new runs of its upstreams; `strict` refuses it while
-        one of them ended otherwise than its edges demand. `reopen_downstream` also reopens the
-        skipped members that depend on it, `include_completed` all that ended.
+        A skipped member of a flow waits for new runs of its upstreams; with `strict`, the call
+        fails if the outcome of an upstream does not satisfy its edge. `reopen_downstream` also
+        reopens the skipped members that depend on it; with `include_completed`, all that ended.
         """
         ...
 

@@ -31,12 +31,12 @@ _ON_SATISFIED = ("cancel_remaining", "let_run")
 
 
 def tag_of(flow_id: Any, counts: PartitionCounts) -> str:
-    """The hash tag of the flow's partition; refuses anything but a UUID."""
+    """The hash tag of the flow's partition; raises an error unless the id is a UUID."""
     return f"{{fp:{flow_partition(validate_uuid(flow_id, 'flow_id'), counts)}}}"
 
 
 def check_member(flow_tag: str, execution_id: ExecutionId) -> None:
-    """Refuse an execution of another partition: it can never be a member."""
+    """Raise an error for an execution of another partition: it can never be a member."""
     if execution_id.tag != flow_tag:
         raise ValidationError(
             "partition_mismatch", f"the flow is in {flow_tag}, the execution is {execution_id}"
@@ -104,12 +104,12 @@ class FlowFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Flows(Concern, Protocol):
-    """Graphs of executions: making them, following them, cancelling them."""
+    """Graphs of executions: submit, extend, read, cancel and replay them."""
 
     async def create_flow(
         self, flow_id: str, flow_kind: str, namespace: str = "default"
     ) -> flows.FlowCreated | flows.FlowExists:
-        """Make an empty flow; a repeat with another kind or namespace is refused."""
+        """Create an empty flow; a repeat with another kind or namespace fails."""
         ...
 
     async def submit_flow(
@@ -119,15 +119,16 @@ class Flows(Concern, Protocol):
         parent_execution_id: ExecutionId | None = None,
         spread: bool = False,
     ) -> flows.Submitted | flows.AlreadySubmitted:
-        """Store a whole graph; nothing of it runs, or is seen, before all of it is stored.
+        """Store a whole graph; no member runs or is listed before all of it is stored.
 
         With `parent_execution_id` the graph is a subflow. That execution is a member of kind
         `subflow` of another flow: the graph starts once the dependencies of that member are met,
         and the member ends when the graph finishes. Its result is that of the graph's exit nodes,
         the nodes without children: the bytes of the only one, or a JSON object by node key if all
-        are JSON, or else a msgpack map of bytes. More than 1,000 exit nodes, or more than 4 MiB,
-        give no result. An empty `flow_id` in the graph is filled in. A subflow is in the partition
-        of its parent; with `spread` it is in another, and the two learn of each other later.
+        are JSON, or otherwise a msgpack map of bytes. With more than 1,000 exit nodes, or more than
+        4 MiB, it has no result. Leave `flow_id` empty to have it derived from the parent. A subflow
+        is stored in the partition of its parent; with `spread`, in another one, and the two
+        partitions exchange messages in the background.
         """
         ...
 
@@ -149,7 +150,10 @@ class Flows(Concern, Protocol):
         kind: flows.DependencyKind = "terminal",
         wait: bool = False,
     ) -> flows.Spawned:
-        """Add members that the lease holder depends on; with `wait`, park until they ended."""
+        """Add members that the caller's execution depends on.
+
+        With `wait`, the lease is released until they have ended.
+        """
         ...
 
     async def resolve_execution_flow_id(self, execution_id: ExecutionId) -> str | None:
@@ -163,7 +167,7 @@ class Flows(Concern, Protocol):
     async def add_execution_to_flow(
         self, flow_id: str, execution_id: ExecutionId
     ) -> flows.MemberAdded | flows.AlreadyMember:
-        """Make an existing execution a member."""
+        """Add an existing execution to a flow."""
         ...
 
     async def stage_dependency_edge(
@@ -178,7 +182,7 @@ class Flows(Concern, Protocol):
         input_name: str = "",
         expected_graph_revision: int | None = None,
     ) -> flows.Staged | flows.AlreadyStaged:
-        """Add an edge that does not count yet."""
+        """Store an edge; it takes effect when it is applied."""
         ...
 
     async def apply_dependency_to_child(
@@ -191,7 +195,7 @@ class Flows(Concern, Protocol):
         dependency_kind: str = "",
         data_passing_ref: str = "",
     ) -> flows.EdgeApplied | flows.AlreadyApplied:
-        """Make a staged edge count; what is given beside its id must match it."""
+        """Apply a staged edge; the optional arguments must match what was staged."""
         ...
 
     async def add_dependency(
@@ -212,7 +216,7 @@ class Flows(Concern, Protocol):
     async def set_edge_group_policy(
         self, flow_id: str, downstream_execution_id: ExecutionId, policy: JoinPolicy
     ) -> bool:
-        """Set how the edges of a child decide; whether that changed anything."""
+        """Set the policy of a child's join; returns whether that changed anything."""
         ...
 
     async def set_flow_tags(self, flow_id: str, tags: Mapping[str, str]) -> int:
@@ -236,7 +240,10 @@ class Flows(Concern, Protocol):
         grace_ms: int = 30_000,
         wait_timeout_ms: int = 0,
     ) -> flows.CancelFlowOutcome:
-        """Cancel the flow and, by its policy, its members; wait for them if asked."""
+        """Cancel the flow and the members that the policy includes.
+
+        With `wait_timeout_ms`, waits until they have ended.
+        """
         ...
 
     async def describe_flow(
@@ -246,7 +253,10 @@ class Flows(Concern, Protocol):
         ...
 
     async def wait_flow(self, flow_id: str, timeout: float | None = None) -> flows.FlowState:
-        """What the flow finished as, once all members ended; `timeout` after so many seconds."""
+        """Wait until all members have ended; returns the state of the flow.
+
+        Raises `timeout` after that many seconds.
+        """
         ...
 
     async def list_flows(
@@ -257,7 +267,7 @@ class Flows(Concern, Protocol):
         limit: int = 50,
         where: FlowFilter | None = None,
     ) -> ListingPage[flows.FlowListing]:
-        """Flows by partition and id. A filtered page may be short while a cursor follows."""
+        """Flows, ordered by partition and id. A filtered page may be short before the last one."""
         ...
 
     async def list_members(
@@ -279,7 +289,7 @@ class Flows(Concern, Protocol):
         cursor: str = "",
         limit: int = 500,
     ) -> ListingPage[flows.EdgeSnapshot]:
-        """The edges of a flow, or only those that leave or reach one member."""
+        """The edges of a flow, or only those that leave or lead to one member."""
         ...
 
     async def list_outgoing_edges(self, execution_id: ExecutionId) -> list[flows.EdgeSnapshot]:
@@ -287,28 +297,28 @@ class Flows(Concern, Protocol):
         ...
 
     async def list_incoming_edges(self, execution_id: ExecutionId) -> list[flows.EdgeSnapshot]:
-        """Every edge that reaches an execution; none without a flow."""
+        """Every edge that leads to an execution; none without a flow."""
         ...
 
     async def evaluate_flow_eligibility(self, execution_id: ExecutionId) -> flows.FlowEligibility:
-        """Whether its dependencies let an execution run; never an error."""
+        """Whether its dependencies let an execution run; an unknown one is `not_found`."""
         ...
 
     async def get_inputs(self, execution_id: ExecutionId) -> flows.FlowInputs:
-        """What the satisfied edges with names pass to an execution."""
+        """The inputs that satisfied edges with input names pass to an execution."""
         ...
 
     async def delete_flow(self, flow_id: str) -> flows.FlowDeleted:
         """Delete an ended flow with all its members; `flow_not_terminal` if it has not ended.
 
-        Subflows of its members follow in the background.
+        The engine deletes subflows of its members in the background.
         """
         ...
 
     async def replay_flow(self, flow_id: str, *, failed_only: bool = True) -> flows.FlowReplayed:
-        """Run failed and expired members again, and reopen what was skipped after them.
+        """Rerun failed and expired members; members skipped because of them wait again.
 
-        Without `failed_only`, cancelled members run again, too.
+        Without `failed_only`, reruns cancelled members, too.
         """
         ...
 
@@ -319,18 +329,21 @@ class Flows(Concern, Protocol):
     async def project_flow_summary(self, flow_id: str) -> flows.FlowAudit:
         """Compare the counters of a flow with its members, and repair them.
 
-        A flow whose retention is over, or whose submission was given up, is deleted instead.
+        Deletes a flow whose retention is over, or whose submission was interrupted, instead.
         """
         ...
 
     async def promote_blocked_to_eligible(self, execution_id: ExecutionId) -> PublicState:
-        """Let a member go on that waits for dependencies although none is open."""
+        """Release a member that waits for dependencies although all are resolved."""
         ...
 
     async def resolve_dependency(
         self, flow_id: str, edge_id: str, upstream_outcome: str
     ) -> flows.DependencyResolved:
-        """Tell a child that one upstream ended. The upstream's own record comes first."""
+        """Resolve one edge of an upstream that ended.
+
+        The outcome in the upstream's record takes precedence over `upstream_outcome`.
+        """
         ...
 
     async def cascade_completion(self, execution_id: ExecutionId) -> flows.CascadeOutcome:
@@ -345,11 +358,11 @@ class Flows(Concern, Protocol):
         cancellation_policy: str = "cancel_all",
         grace_ms: int = 30_000,
     ) -> flows.HeaderCancelled | flows.HeaderAlreadyTerminal:
-        """The first step of `cancel_flow`: cancel as much as one call may."""
+        """The first step of `cancel_flow`: cancel as many members as one call may."""
         ...
 
     async def ack_cancel_member(self, flow_id: str, execution_id: ExecutionId) -> int:
-        """Note that a member needs no cancel any more; returns how many still do."""
+        """Note that a member no longer needs to be cancelled; returns how many still do."""
         ...
 
     async def drain_sibling_cancel_group(
@@ -361,18 +374,21 @@ class Flows(Concern, Protocol):
     async def reconcile_sibling_cancel_group(
         self, flow_id: str, downstream_execution_id: ExecutionId
     ) -> flows.SiblingReconcile:
-        """Forget a group whose siblings have all ended; cancels nothing."""
+        """Remove a group whose siblings have all ended from the queue; cancels nothing."""
         ...
 
     async def drain_cascade(
         self, partition: int, *, retry: bool = True, parked: bool = False
     ) -> flows.CascadeCounts:
-        """Go on with what earlier calls left to do, as much as one call may.
+        """Continue with the backlog of earlier calls, as much as one call may.
 
-        With `retry` also what failed before; with `parked` also what was given up.
+        With `retry`, includes steps that failed before; with `parked`, steps that were set aside.
         """
         ...
 
     async def drain_flow_cancel(self, flow_id: str) -> tuple[int, int, int]:
-        """Cancel more members of a cancelled flow: cancelled, settled, left."""
+        """Cancel more members of a cancelled flow.
+
+        Returns how many were cancelled, how many had ended otherwise, and how many remain.
+        """
         ...

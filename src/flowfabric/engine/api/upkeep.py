@@ -45,21 +45,21 @@ class Audit(msgspec.Struct, frozen=True):
 
 
 class DependencyAudit(NamedTuple):
-    """What a look at a member that waits for others found: `consistent`, or a repaired fault."""
+    """The result of checking a member that waits for others."""
 
     verdict: str
     """`consistent`, `resolved`, `unblocked`, or `error:<why>`."""
     cursor: str
-    """Where the next look at its edges continues; `0` after the last."""
+    """Where the next check of its edges continues; `0` after the last edge."""
 
 
 class FlowBacklog(msgspec.Struct, frozen=True):
-    """What calls left to do for flows."""
+    """The steps that calls left for the engine to do, for flows."""
 
     queued: dict[str, int]
     """The number of entries of each queue that has some."""
     parked: dict[str, str]
-    """What the engine gave up on, with the reason."""
+    """The steps that the engine set aside, with the reason."""
 
 
 class SurveyRequest(msgspec.Struct, frozen=True):
@@ -122,25 +122,25 @@ class Upkeep(Concern, Protocol):
         ...
 
     async def drain_flow_cancels(self, tag: str, ids: Iterable[str]) -> list[str]:
-        """Cancel the members that cancelled flows still owe, until none is left."""
+        """Cancel the remaining members of cancelled flows."""
         ...
 
     async def delete_due_flows(self, tag: str, ids: Iterable[str]) -> list[str]:
-        """Delete flows whose retention is over, and submissions that were given up."""
+        """Delete flows whose retention is over, or whose submission was interrupted."""
         ...
 
     async def audit_dependencies(
         self, tag: str, members: Sequence[tuple[str, str]]
     ) -> list[DependencyAudit]:
-        """Resolve what members (id, cursor) wait for although it ended and no queue has it."""
+        """Check members (id, cursor), and resolve edges whose upstream ended unnoticed."""
         ...
 
     async def parked_units(self, tag: str) -> dict[str, str]:
-        """What the engine gave up on in a partition, with the reason: an operator must look."""
+        """The steps that the engine set aside in a partition, with the reason."""
         ...
 
     async def flow_backlog(self, tags: Sequence[str]) -> FlowBacklog:
-        """How much is left to do for the flows of these partitions."""
+        """The steps that remain to be done for the flows of these partitions."""
         ...
 
     async def sibling_groups(self, tag: str, limit: int) -> list[str]:

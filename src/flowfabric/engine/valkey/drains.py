@@ -1,4 +1,4 @@
-"""Going on in the background with what a call left of the members that depend on others."""
+"""Continue in the background with the steps that were too many for one call."""
 
 import asyncio
 import logging
@@ -77,7 +77,7 @@ class CascadeDrains:
                 self._again.discard(name)
                 more = await step() or name in self._again
         except EngineError as error:
-            log.debug("the rest of %s is left to the scanners: %s", name, error)
+            log.debug("left the rest of %s to the scanners: %s", name, error)
         finally:
             self._tasks.pop(name, None)
             self._again.discard(name)

@@ -1,4 +1,4 @@
-"""Cancelling flows, and going on with what earlier calls left to do."""
+"""Cancel flows, and continue with the backlog of earlier calls."""
 
 import asyncio
 import logging
@@ -67,9 +67,9 @@ class FlowEnds(FlowReads):
         if type(grace_ms) is not int or not 0 <= grace_ms <= check.MAX_EXACT:
             raise ValidationError("invalid_grace_ms", f"must be 0 to {check.MAX_EXACT}")
         if policy not in POLICIES:
-            told = "cancel_flow: %r is no policy; flow %s is cancelled as flow_only"
+            message = "cancel_flow: unknown policy %r; cancelled flow %s with flow_only"
             fields = {"action": "unknown_policy", "flow_id": flow_id, "policy": policy}
-            log.warning(told, policy, flow_id, extra=fields)
+            log.warning(message, policy, flow_id, extra=fields)
         args = (flow_id, policy, check.reason(reason, "reason"), grace_ms)
         reply = await self._calls.fcall("ff_cancel_flow", tag, args, op="cancel_flow")
         self._drains.note(tag, reply[7:])

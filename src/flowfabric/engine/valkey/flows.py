@@ -72,7 +72,7 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         if parent_execution_id is not None:
             graph, header = await self._owned(graph, parent_execution_id, spread=spread)
         elif spread:
-            raise invalid_input("spread", "needs parent_execution_id: only a subflow has a parent")
+            raise invalid_input("spread", "needs parent_execution_id: it applies to subflows only")
         tag = self._tag(graph.flow_id)
         api.check_header(graph)
         nodes, edges = api.check_parts(graph.nodes, graph.edges)

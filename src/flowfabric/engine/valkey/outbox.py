@@ -1,4 +1,4 @@
-"""Delivering what the two sides of a subflow tell each other across partitions."""
+"""Delivers messages between a subflow and its parent in another partition."""
 
 import contextlib
 import logging
@@ -53,8 +53,8 @@ class Outbox:
                 kind, flow_id = text(name).split("|")
                 await self._send(tag, kind, flow_id, _decode(head)[1:], body)
             except (EngineError, ValueError) as error:
-                # One that cannot be delivered must not hold up the others.
-                log.debug("message %s of %s is not delivered: %s", text(name), tag, error)
+                # A message that cannot be delivered must not delay the others.
+                log.debug("could not deliver message %s of %s: %s", text(name), tag, error)
                 if _passes(error):
                     continue
                 refusal = str(error) or repr(error)
@@ -95,7 +95,8 @@ class Outbox:
         except EngineError as error:
             if error.code not in _REFUSALS:
                 raise
-            await self._cancel(tag, flow_id, "cancel_all", f"parent refused: {error.code}")
+            reason = f"the parent refused this subflow: {error.code}"
+            await self._cancel(tag, flow_id, "cancel_all", reason)
             return
         if answer == b"run":
             await self._call(tag, "ff_start_subflow", flow_id, "")
@@ -133,7 +134,7 @@ class Outbox:
 
 
 def _passes(error: Exception) -> bool:
-    """Whether the other partition is only away; what it refuses is counted, and given up."""
+    """Whether the other partition is only unreachable; what it refuses is set aside in the end."""
     away = isinstance(error, TransportError) and not isinstance(error, ReplyError)
     return away or (isinstance(error, EngineError) and error.retryable)
 
