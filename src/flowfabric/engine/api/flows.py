@@ -389,6 +389,6 @@ class Flows(Concern, Protocol):
     async def drain_flow_cancel(self, flow_id: str) -> tuple[int, int, int]:
         """Cancel more members of a cancelled flow.
 
-        Returns how many were cancelled, how many had ended otherwise, and how many remain.
+        Returns how many were cancelled, how many needed no cancellation, and how many remain.
         """
         ...
