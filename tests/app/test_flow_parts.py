@@ -51,11 +51,11 @@ async def test_a_flow_runs_as_a_part_of_another(app: ff.Fabric) -> None:
     assert await app.get_flow(deepest.id).result() == "d"
     for wrong, words in (
         (lambda: outer.subflow(outer), "must be another flow"),
-        (lambda: app.flow("x").subflow(inner), "belongs to another node, already"),
+        (lambda: app.flow("x").subflow(inner), "is already a subflow"),
     ):
         with pytest.raises(ValidationError, match=words):
             wrong()
-    with pytest.raises(ValidationError, match="with the flow that it is a part of"):
+    with pytest.raises(ValidationError, match="Submit the flow that contains it"):
         await inner.submit()
 
 

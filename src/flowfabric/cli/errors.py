@@ -1,10 +1,9 @@
 """How commands report errors, and standard streams that are closed, full or limited."""
 
-import contextlib
 import os
 import re
 import sys
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import typer
 
@@ -43,9 +42,11 @@ def report(error: FlowFabricError, *, as_json: bool) -> int:
         line = f"{_coloured('error:', typer.colors.RED, bold=True)} {text}"
         if shown.hint:
             line += f"\n{_coloured('hint:', typer.colors.CYAN)} {clean(shown.hint)}"
-    # If standard error cannot be written, the exit status must still be right.
-    with contextlib.suppress(OSError):
+    try:
         sys.stderr.write(f"{line}\n")
+    except OSError:
+        # The exit status must still be right.
+        discard_output(sys.stderr)
     return 2 if isinstance(error, UsageError) else 1
 
 
@@ -84,9 +85,9 @@ def prepare_streams() -> None:
             reconfigure(errors="replace")
 
 
-def discard_output() -> None:
+def discard_output(stream: TextIO) -> None:
     """Drop buffered output: the interpreter would try to write it again at exit."""
-    _redirect_to_null(sys.stdout.fileno(), os.O_WRONLY)
+    _redirect_to_null(stream.fileno(), os.O_WRONLY)
 
 
 def _opened(number: Literal[1, 2], mode: int) -> Any:

@@ -194,7 +194,7 @@ def _run(arguments: list[str]) -> int:
         # Typer and Rich exit when the output is a broken pipe.
         if isinstance(error, SystemExit) and not isinstance(error.__context__, OSError):
             raise
-        discard_output()
+        discard_output(sys.stdout)
         if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
             # The status that shells report for a process that SIGPIPE killed.
             return 141

@@ -59,7 +59,7 @@ async def tail(
                 await _Follower(backend, execution_id, printer, follow).run(attempt, from_)
         sys.stdout.flush()
     except BrokenPipeError:
-        discard_output()
+        discard_output(sys.stdout)
 
 
 async def summary(
