@@ -135,7 +135,8 @@ async def _change(
     dry_run: bool,
     yes: bool,
 ) -> None:
-    by_state = ", ".join(f"{count:,} {state}" for state, count in states.most_common())
+    ordered = sorted(states.items(), key=lambda each: (-each[1], each[0]))
+    by_state = ", ".join(f"{count:,} {state}" for state, count in ordered)
     many = plural(len(found), "execution") + (f" ({by_state})" if by_state else "")
     head = {"action": change.verb, "dry_run": dry_run, "matched": len(found), "states": states}
     if dry_run or not found:
