@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from flowfabric.core.contracts.flows import Submitted
+from flowfabric.core.policy import parse_policy
+from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.valkey import keys
 from tests.support.engine import LANE, TTL, Engine
 from tests.support.executions import BACKOFF, Case, mark, promote
+from tests.support.flows import TestFlow, graph
 
 
 async def rung(engine: Engine, lane: str = LANE) -> list[int]:
@@ -82,3 +87,24 @@ async def test_silence(engine: Engine) -> None:
     await engine.block(other.execution_id)
     await engine.backend.executions.wait_children(other)
     assert await rung(engine) == []
+
+
+@pytest.mark.parametrize("lacks", ["a capability", "the task"])
+async def test_what_a_completing_worker_releases_for_others(engine: Engine, lacks: str) -> None:
+    """Such a member wakes a worker at once, though the call that released it also claims."""
+    plan = graph("a>b")
+    policy = parse_policy({"routing_requirements": {"required_capabilities": ["gpu"]}})
+    changed = {"policy": policy} if lacks == "a capability" else {"execution_kind": "resize"}
+    nodes = (plan.nodes[0], msgspec.structs.replace(plan.nodes[1], **changed))
+    outcome = await engine.backend.flows.submit_flow(msgspec.structs.replace(plan, nodes=nodes))
+    assert isinstance(outcome, Submitted)
+    flow = TestFlow(engine, outcome)
+    await flow.claim()
+    bell = keys.bell(LANE, "" if lacks == "a capability" else "resize")
+    await rung(engine, LANE)
+    _, claimed = await engine.backend.claims.complete_and_claim(
+        flow.tag, [Completion(flow.claims["a"].handle)], engine.want(tasks=["job"]), 1
+    )
+    assert claimed.claims == []
+    wakes: Any = await engine.backend.transport.call("KEYS", "ff:wake:*")
+    assert [key.decode() for key in wakes] == [keys.wake(bell)]

@@ -68,7 +68,14 @@ function waiting.offer(c, id, rec, key_of)
   c:zadd(key_of(c.tag, rec.lane_id, signature), c:score(rec), id)
 end
 
-function waiting.ring(c, rec) c:ring(rec.lane_id, waiting.task(rec)) end
+-- Wakes a worker for an execution that can be claimed. A call that claims rings for what it leaves;
+-- what has requirements may be for others, so it rings at once.
+function waiting.ring(c, rec)
+  local later = c.rings_later
+  if waiting.signature(rec) then c.rings_later = nil end
+  c:ring(rec.lane_id, waiting.task(rec))
+  c.rings_later = later
+end
 
 -- Rings for all claimable work of a lane; whether there is any.
 function waiting.ring_all(c, lane)
