@@ -4,7 +4,6 @@ import asyncio
 import typing
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar, Unpack, overload
-from uuid import UUID, uuid5
 
 from flowfabric.app.flow_views import (
     FlowFailed,
@@ -28,6 +27,7 @@ from flowfabric.core.contracts.flows import (
 )
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import CorruptionError, NotFoundError, TimeoutError_, invalid_input
+from flowfabric.core.graph import derived_uuid
 from flowfabric.core.ids import (
     ExecutionId,
     new_uuid,
@@ -99,7 +99,7 @@ class Flow:
         if isinstance(node, Node) and self._graph not in (None, node.graph):
             raise invalid_input("node", f"{node.key!r} is a node of another flow")
         key = node.key if isinstance(node, Node) else node
-        uuid = str(uuid5(UUID(self.id), key))
+        uuid = derived_uuid(self.id, key)
         name = self._ids.get(key) or IdStart(uuid, None, uuid)
         stored = None if self._graph is None else self._graph.nodes.get(key)
         kind = "" if stored is None else stored.execution_kind
