@@ -33,6 +33,13 @@ async def until_stopped(ctx: ff.Context) -> int:
 
 
 @app.task()
+async def until_released() -> None:
+    print(f"handler started in {os.getpid()}")
+    while not os.path.exists("released"):
+        await asyncio.sleep(0.01)
+
+
+@app.task()
 async def forever() -> None:
     print(f"handler started in {os.getpid()}")
     await asyncio.Event().wait()
@@ -97,6 +104,23 @@ async def test_one_signal_lets_all_processes_finish(shop: Cli, client: Client) -
         assert re.search(f"{waits}(.|\n)*{ended}", done.out)
     assert "stopped after " in done.lines[-1]
     assert await client.backend.workers.list_workers() == []
+
+
+async def test_a_late_copy_of_the_signal_is_not_a_second_one(shop: Cli, client: Client) -> None:
+    async with two(shop, "--concurrency", "1") as running:
+        await running.line(READY)
+        for _ in range(2):
+            await client.submit("until_released")
+        pids = {await handler_process(running) for _ in range(2)}
+        running.send(signal.SIGTERM)
+        for _ in pids:
+            await running.line("for 1 task (until_released ×1)")
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
+        (shop.folder / "released").touch()
+        done = await running.end()
+    assert done.code == 0
+    assert len(re.findall("stopped after .*: 1 completed", done.out)) == 2
 
 
 async def test_a_second_signal_ends_all_at_once(shop: Cli, client: Client) -> None:

@@ -18,7 +18,7 @@ from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.valkey import keys
 from tests.support.engine import LANE, Engine
-from tests.support.server_time import LONGEST_US, assert_short, times
+from tests.support.server_time import ONCE_US, assert_short, times
 from tests.support.suspension import Waits
 
 SIGNATURES = 128
@@ -278,7 +278,7 @@ async def test_signals_and_a_suspension_at_their_limits(engine: Engine) -> None:
     async def signal() -> None:
         await waits.signal(handle.execution_id, waitpoint, "last")
 
-    assert max(await times(engine, "ff_signal", signal)) <= LONGEST_US
+    assert max(await times(engine, "ff_signal", signal)) <= ONCE_US
     with pytest.raises(EngineError, match="signal_limit_exceeded"):
         await signal()
 
@@ -288,7 +288,7 @@ async def test_signals_and_a_suspension_at_their_limits(engine: Engine) -> None:
             handle, condition=Single("k", "never"), waitpoints=[pending]
         )
 
-    assert max(await times(engine, "ff_suspend", suspend)) <= LONGEST_US
+    assert max(await times(engine, "ff_suspend", suspend)) <= ONCE_US
 
     async def park() -> None:
         await waits.park(AllOf(tuple(Single(f"k{n}") for n in range(64))))
@@ -336,8 +336,8 @@ async def test_batches_of_leases(engine: Engine) -> None:
 
     ended = ids[:]
     await assert_short(engine, "ff_mark_expired", mark)
-    assert max(await times(engine, "ff_expire", expire)) <= LONGEST_US
+    assert max(await times(engine, "ff_expire", expire)) <= ONCE_US
     while ids:
         await expire()
     await engine.advance(90_000_000)
-    assert max(await times(engine, "ff_trim", trim)) <= LONGEST_US
+    assert max(await times(engine, "ff_trim", trim)) <= ONCE_US

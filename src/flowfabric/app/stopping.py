@@ -48,16 +48,20 @@ class _Signals:
     def __init__(self) -> None:
         self.reader, self._writer = socket.socketpair()
         self._writer.settimeout(0)
-        self._old_handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        self._old_handlers: dict[signal.Signals, Any] = {
+            number: signal.signal(number, self._on_signal) for number in _SIGNALS
+        }
         self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         # The event loop must still wake for signals; a copy, because it closes its own.
         self._next = None if self._old_fd == -1 else socket.socket(fileno=socket.dup(self._old_fd))
         forget_on_fork(self)
 
-    def remove(self) -> None:
-        """Restore handlers and descriptor; `arrivals` ends."""
+    def remove(self, *, ignore: bool) -> None:
+        """Restore handlers and descriptor; `arrivals` ends. Or ignore signals from now on."""
         if not self._old_handlers:
             return
+        if ignore:
+            self._old_handlers = dict.fromkeys(_SIGNALS, signal.SIG_IGN)
         now = signal.set_wakeup_fd(self._old_fd)
         if now != self._writer.fileno():
             signal.set_wakeup_fd(now)
@@ -136,7 +140,8 @@ def on_signals(
     function that stops as the first signal does, from any thread, and does nothing later.
 
     With `grace_s`, for processes that are only a worker, an event loop that is still blocked after
-    the grace period also ends the process: `release` hands its work to others first.
+    the grace period also ends the process: `release` hands its work to others first. Signals that
+    come after the block are ignored: the process is about to exit.
     """
     loop = asyncio.get_running_loop()
     if threading.current_thread() is not threading.main_thread():
@@ -145,8 +150,10 @@ def on_signals(
     signals = _Signals()
 
     def listen() -> None:
-        first = 0
+        first = received = 0
         for number in signals.arrivals():
+            # A service manager may signal this process after its supervisor has asked it to stop.
+            received += 0 < number < _ASKED
             if not first:
                 first = number & ~_ASKED
                 announce()
@@ -154,12 +161,10 @@ def on_signals(
                     loop.call_soon_threadsafe(stop)
                 if grace_s is not None:
                     signals.reader.settimeout(grace_s + _MARGIN_S)
-            elif number & _ASKED:
-                continue
-            elif number:
+            elif received > 1:
                 # What still runs may never end, and may block the event loop.
                 os._exit(128 + number)
-            elif _is_blocked(loop):
+            elif not number and _is_blocked(loop):
                 log.critical(
                     "stopping at once: a task still blocks the event loop after the grace period",
                     extra={"action": "worker_blocked"},
@@ -171,7 +176,7 @@ def on_signals(
     try:
         yield signals.ask
     finally:
-        signals.remove()
+        signals.remove(ignore=grace_s is not None)
 
 
 @contextlib.contextmanager
