@@ -100,7 +100,7 @@ async def test_steps_go_unless_kept(engine: Engine) -> None:
 
 async def test_what_is_kept(engine: Engine) -> None:
     execution_id = await engine.create(
-        input_payload=b"in", tags={"a.b": "c"}, policy={"max_replay_count": 5}
+        input_payload=b"in" * 50, tags={"a.b": "c"}, policy={"max_replay_count": 5}
     )
     await engine.backend.executions.cancel_execution(execution_id)
     before = await engine.dump()

@@ -69,22 +69,26 @@ class ValkeyReads(Reads):
         }
 
     async def get_execution_result(self, execution_id: ExecutionId) -> bytes | None:
-        return await self._part(execution_id, keys.result, "GET")
+        record = await self._record(execution_id)
+        return None if record is None else await self._result(record)
 
     async def read_outcome(self, execution_id: ExecutionId) -> Outcome:
-        record, result = await asyncio.gather(
-            self._existing(execution_id, "read_outcome"), self.get_execution_result(execution_id)
-        )
-        return record.info(), result
+        record = await self._existing(execution_id, "read_outcome")
+        return record.info(), await self._result(record)
+
+    async def _result(self, record: Record) -> bytes | None:
+        """The result: in the record if it is small, otherwise in a key of its own."""
+        small = record.fields.get("result")
+        return small or await self._part(record.execution_id, keys.result, "GET")
 
     async def read_execution_context(self, execution_id: ExecutionId) -> contracts.ExecutionContext:
-        record, tags, payload = await asyncio.gather(
-            self._record(execution_id),
-            self.get_execution_tags(execution_id),
-            self._part(execution_id, keys.payload, "GET"),
+        record, tags = await asyncio.gather(
+            self._record(execution_id), self.get_execution_tags(execution_id)
         )
         if record is None:
             raise invalid_input("execution_id", "no such execution")
+        small = record.fields.get("payload")
+        payload = small or await self._part(execution_id, keys.payload, "GET")
         encoding = record.text("payload_encoding", "")
         return contracts.ExecutionContext(payload or b"", record.execution_kind, tags, encoding)
 

@@ -73,6 +73,17 @@ function record.checked_lease(c, id)
   return rec
 end
 
+-- A payload or result of up to this many bytes is a field of the record, which stays compact; a key
+-- of its own costs a command each time, and more memory.
+local SMALL_BYTES = 64
+function record.is_small(bytes) return #bytes > 0 and #bytes <= SMALL_BYTES end
+
+-- The payload, or false if it is empty.
+function record.payload(c, id, rec) return rec.payload or server.call('GET', K.payload(c.tag, id)) end
+
+-- The result, or false if there is none.
+function record.result(c, id, rec) return rec.result or server.call('GET', K.result(c.tag, id)) end
+
 -- The policy frozen at creation, empty without one; and whether it can be read.
 function record.policy(c, id)
   local readable, policy = pcall(cjson.decode, server.call('GET', K.policy(c.tag, id)) or '{}')

@@ -74,13 +74,14 @@ function edges.open_count(g) return g.n - g.succeeded - g.failed - g.skipped end
 
 -- What a claim carries of inputs, and a page of them: more takes too long.
 local INPUTS, INPUT_BYTES = 200, 1048576
+local NONE = {}
 
 local function passed_by(c, e, room)
   local up_id = edges.id_of(c, e.upstream)
-  local up = server.call('HMGET', K.core(c.tag, up_id), 'state', 'result_encoding')
-  local result = room > 0 and server.call('GET', K.result(c.tag, up_id))
+  local up = server.call('HMGET', K.core(c.tag, up_id), 'state', 'result_encoding', 'result')
+  local result = up[3] or room > 0 and record.result(c, up_id, NONE)
   return { e.input, up_id, up[1] and S.outcome_name(up[1]) or 'none', result, up[2],
-    room > 0 and 0 or 1 }, result and #result or 0
+    (up[3] or room > 0) and 0 or 1 }, result and #result or 0
 end
 
 -- What these edges pass on, if they are satisfied and have names, each as name, upstream, outcome,

@@ -55,9 +55,14 @@ function ending.finish(c, id, rec, how)
   end
   suspension.drop_pending(c, id, rec, how.close_reason or 'never_committed')
   if rec.execution_deadline_at then c:zrem(K.index(c.tag, 'execution_deadline'), id) end
-  record.transition(c, id, rec, state, 'completed_at', values.text(c.now), unpack(how.fields or NONE))
+  local now, result, fields = values.text(c.now), how.result, how.fields or NONE
+  if result and record.is_small(result) then
+    record.transition(c, id, rec, state, 'completed_at', now, 'result', result, unpack(fields))
+  else
+    record.transition(c, id, rec, state, 'completed_at', now, unpack(fields))
+    if result then server.call('SET', K.result(c.tag, id), result) end
+  end
   c:zadd(K.lane(c.tag, rec.lane_id, 'terminal'), purge_due, id)
-  if how.result then server.call('SET', K.result(c.tag, id), how.result) end
   local outcome, more = S.outcome_name(state), extras(c, id, rec, how)
   if held then
     events.emit(c, 'completion', id, rec, 'o', outcome, 'r', how.reason, 'A', rec.attempt,

@@ -206,9 +206,9 @@ local function results(c, flow_id)
   if #ids > MAX_EXITS then return nil end
   local found, all_json, bytes = {}, true, 0
   for _, id in ipairs(ids) do
-    local rec = server.call('HMGET', K.core(c.tag, id), 'state', 'node', 'result_encoding')
+    local rec = server.call('HMGET', K.core(c.tag, id), 'state', 'node', 'result_encoding', 'result')
     if rec[1] and S.is_success(rec[1]) then
-      local result = server.call('GET', K.result(c.tag, id)) or nil
+      local result = record.result(c, id, { result = rec[4] }) or nil
       found[#found + 1] = { key = rec[2] or id, result = result, encoding = rec[3] or '' }
       all_json = all_json and (not result or rec[3] == 'json')
       bytes = bytes + (result and #result or 0)

@@ -76,9 +76,15 @@ end
 -- edges, the one staged last counts.
 local function pass_result(c, id, rec, e, up_id, up)
   if e.ref == '' or tonumber(rec.passed or 0) >= e.number then return false end
-  local result = server.call('GET', K.result(c.tag, up_id))
+  local result = record.result(c, up_id, up)
   if not result then return false end
-  server.call('SET', K.payload(c.tag, id), result)
+  -- A payload never moves from its key to the record: readers look at the record first.
+  if record.is_small(result) and (rec.payload or server.call('EXISTS', K.payload(c.tag, id)) == 0) then
+    record.set(c, id, rec, 'payload', result)
+  else
+    server.call('SET', K.payload(c.tag, id), result)
+    record.clear(c, id, rec, 'payload')
+  end
   record.set(c, id, rec, 'passed', values.text(e.number))
   if up.result_encoding then
     record.set(c, id, rec, 'payload_encoding', up.result_encoding)

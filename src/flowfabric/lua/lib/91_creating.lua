@@ -249,9 +249,14 @@ function creating.create(c, id, kind, payload, encoding, opts)
   local rec = { state = S.NEW, lane_id = lane, created_at = values.text(c.now), execution_kind = kind }
   local fields = plain_fields(encoding)
   if opts ~= NONE then fields = specify(c, rec, lane, namespace, encoding, opts, policy) end
-  server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'execution_kind', kind,
-    'created_at', rec.created_at, unpack(fields))
-  if payload ~= '' then server.call('SET', K.payload(c.tag, id), payload) end
+  if record.is_small(payload) then
+    server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'execution_kind', kind,
+      'created_at', rec.created_at, 'payload', payload, unpack(fields))
+  else
+    server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'execution_kind', kind,
+      'created_at', rec.created_at, unpack(fields))
+    if payload ~= '' then server.call('SET', K.payload(c.tag, id), payload) end
+  end
   if opts.policy then server.call('SET', K.policy(c.tag, id), opts.policy) end
   if opts.tags then server.call('HSET', K.tags(c.tag, id), unpack(opts.tags)) end
   c:zadd(K.index(c.tag, 'all_executions'), '0', id)

@@ -222,7 +222,7 @@ end
 function claiming.row(c, id, rec, mode)
   return {
     id, MODE_LETTERS[mode], rec.execution_kind, rec.lease, rec.attempt,
-    server.call('GET', K.payload(c.tag, id)), rec.payload_encoding or false,
+    record.payload(c, id, rec), rec.payload_encoding or false,
     tonumber(rec.lease_expires_at), optional_parts(c, id, rec, mode),
   }
 end

@@ -122,10 +122,10 @@ function replaying.run_again(c, id, rec, how, upstream)
   end
   archive(c, id, rec)
   if subflows.is_node(rec) then subflows.prepare_replay(c, id, rec) end
-  server.call('DEL', K.result(c.tag, id))
+  if not rec.result then server.call('DEL', K.result(c.tag, id)) end
   if not keeps_steps then server.call('DEL', K.steps(c.tag, id)) end
   record.clear(c, id, rec, 'completed_at', 'failure_reason', 'failure_category',
-    'cancellation_reason', 'cancelled_by', 'result_encoding', 'ended_by', 'retry_count',
+    'cancellation_reason', 'cancelled_by', 'result', 'result_encoding', 'ended_by', 'retry_count',
     'lease_reclaim_count', 'progress_pct', 'progress_message', 'progress_updated_at',
     'execution_deadline_at', 'paused', 'delay_until', 'pending_replay_reason',
     'pending_replay_requested_by', 'attempt_timeout_remaining_ms', 'suspended_at',
