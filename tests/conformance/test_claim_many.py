@@ -196,6 +196,22 @@ async def test_complete_and_take_the_next(engine: Engine) -> None:
     assert await engine.backend.reads.get_execution_result(handles[2].execution_id) == b"r"
 
 
+async def test_repeating_a_completion_gives_the_same_claims(engine: Engine) -> None:
+    """A worker whose call was not answered may only want the leases that it took."""
+    handle, request_id = await engine.running(), new_uuid()
+    done = [Completion(handle, b"r")]
+    for _ in range(4):
+        await engine.create()
+    tag, call = handle.execution_id.tag, engine.backend.claims.complete_and_claim
+    _, first = await call(tag, done, engine.want(), 3, request_id=request_id)
+    assert len(first.claims) == 3
+    for again in (done, []):
+        async with untouched(engine):
+            outcomes, claimed = await call(tag, again, engine.want(), 3, request_id=request_id)
+        assert outcomes == [None] * len(again)
+        assert (claimed.claims, claimed.remaining) == (first.claims, 1)
+
+
 async def test_completions_stand_when_nothing_is_claimed(engine: Engine) -> None:
     handle = await engine.running()
     await engine.backend.lanes.set_lane_state("default", "paused")

@@ -258,6 +258,29 @@ async def test_lost_claim_reply_gives_the_same_leases_again(
         await task.complete()
 
 
+async def test_a_completing_call_without_an_answer_leaves_no_lease_idle(
+    engine: Engine, make_worker: MakeWorker, valkey: TestServer, proxy: FaultProxy
+) -> None:
+    await submit(engine.backend, 2)
+    worker = await make_worker(proxy.url, valkey.url, max_concurrent_tasks=1)
+    transport = valkey_of(worker).transport
+    (task,) = await worker.claim_many(1)
+    lane, tag = task.handle.lane_id, task.execution_id.tag
+    proxy.pause()
+    transport._request_timeout = 0.2
+    with pytest.raises(TransportError) as caught:
+        await worker.claims.complete(lane, tag, [Completion(task.handle)], lambda: False)
+    transport._request_timeout = 5.0
+    assert caught.value.ambiguous
+    proxy.resume()
+    worker.claims.free = 1
+    (following,) = await worker.claim_many(1)
+    assert following.lease_epoch == 1
+    assert await state(engine.backend, task.execution_id) == "completed"
+    for each in (task, following):
+        await each.complete()
+
+
 async def test_no_lease_is_forgotten_with_a_connection(
     engine: Engine, make_worker: MakeWorker, valkey: TestServer, proxy: FaultProxy
 ) -> None:

@@ -326,9 +326,16 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "memory of requests",
         CLAIMING,
-        "if string.find(known, trace, 1, true) then",
-        "if false then",
+        "return string.find(want.known, trace_of(want), 1, true) and replayed(c, want)",
+        "return nil",
         test_claim_many.test_a_repeated_request_gives_the_same_claims,
+    ),
+    (
+        "repeat of a call that completed",
+        CLAIMING,
+        "return #rows > 0 and rows or nil",
+        "return nil",
+        test_claim_many.test_repeating_a_completion_gives_the_same_claims,
     ),
     (
         "live grants are skipped",

@@ -148,9 +148,14 @@ class WorkerClaims(Generic[T]):
         request_id, since, repeats = self._request(lane_id, tag)
         tasks: list[T] = []
         try:
-            claimed = await self.backend.claims.claim_many(
-                self.requests[lane_id], tag, reserved, request_id=request_id
-            )
+            claims, request = self.backend.claims, self.requests[lane_id]
+            if repeats:
+                # The lost reply may have been that of a call that also completed.
+                _, claimed = await claims.complete_and_claim(
+                    tag, (), request, reserved, request_id=request_id
+                )
+            else:
+                claimed = await claims.claim_many(request, tag, reserved, request_id=request_id)
             tasks = [self.adopt(claim, since) for claim in claimed.claims[:reserved]]
         except (TransportError, asyncio.CancelledError) as error:
             if not isinstance(error, TransportError) or error.ambiguous:

@@ -68,7 +68,8 @@ class Claims(Concern, Protocol):
     ) -> tuple[list[EngineError | None], leases.ClaimedMany]:
         """Complete executions of one partition and claim the next ones there in one round trip.
 
-        The completions commit first and never depend on the claim. None means success.
+        The completions commit first and never depend on the claim. None means success. Repeating a
+        request id returns the claims that its first call made, also without the items.
         """
         ...
 

@@ -29,6 +29,7 @@ local function complete(c, id, text, source, label, result)
   how.result = label ~= '0' and result or nil
   ending.finish(c, id, rec, how)
   how.result = nil
+  c.completed = true
   operator.remember(c, id, rec, request, 'completed')
   return 'completed'
 end

@@ -401,15 +401,29 @@ local function ring_for_rest(c, want, crowded)
   for key in pairs(want.rest) do c:ring(want.lane, want.task_in[key]) end
 end
 
+local function trace_of(want) return string.sub(want.lease_prefix, 1, TRACE) end
+
+-- What an earlier call with the same request claimed; nil if this is the first one. A call that
+-- completed something is. One that completes and did not may repeat one that did: only the worker's
+-- leases tell.
+local function earlier(c, want)
+  if c.completed then return nil end
+  if want.awake then
+    local rows = replayed(c, want)
+    return #rows > 0 and rows or nil
+  end
+  want.memo = K.last_claim(c.tag, want.lane, record.instance_of(want.worker))
+  want.known = server.call('GET', want.memo) or ''
+  return string.find(want.known, trace_of(want), 1, true) and replayed(c, want)
+end
+
 -- Claims up to want.max executions; a repeated request gets the same. Returns rows, number left, and
 -- the tasks that were left to others, if any.
 function claiming.many(c, want)
-  local offered = claiming.offered(want.capabilities)
-  local memo = K.last_claim(c.tag, want.lane, record.instance_of(want.worker))
-  local known, trace = server.call('GET', memo) or '', string.sub(want.lease_prefix, 1, TRACE)
-  if string.find(known, trace, 1, true) then
+  local offered, again = claiming.offered(want.capabilities), earlier(c, want)
+  if again then
     claiming.give_kept(c)
-    return replayed(c, want), c:holds_work(want.lane) and 1 or 0
+    return again, c:holds_work(want.lane) and 1 or 0
   end
   local rows, left, crowded, stuck = {}, 0, NONE, NONE
   if not take_kept(c, want, rows) then
@@ -428,10 +442,10 @@ function claiming.many(c, want)
     end
   end
   c:flush()
-  if #rows > 0 then
+  if #rows > 0 and want.memo then
     -- Latest request first. The worker's leases tell what each claimed.
-    local older = string.sub(known, 1, (REMEMBERED - 1) * TRACE)
-    server.call('SET', memo, trace .. older, 'PX', want.ttl)
+    local older = string.sub(want.known, 1, (REMEMBERED - 1) * TRACE)
+    server.call('SET', want.memo, trace_of(want) .. older, 'PX', want.ttl)
   end
   for key in pairs(crowded) do left = left + server.call('ZCARD', key) - (stuck[key] or 0) end
   -- A worker that claims while it completes was awake before; others were woken then.
@@ -446,6 +460,6 @@ function claiming.wanted(args, first)
     ttl = tonumber(args[first + 3]), max = tonumber(args[first + 4]),
     lease_prefix = args[first + 5], attempt_prefix = args[first + 6],
     most_looked = MAX_LOOKED, bytes = 0, plain = nil, suffix = nil, awake = nil, unknown = nil,
-    covered = nil, rest = nil,
+    covered = nil, rest = nil, memo = nil, known = nil,
   }
 end
