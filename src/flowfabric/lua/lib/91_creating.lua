@@ -178,14 +178,16 @@ local function specify(c, rec, lane, namespace, encoding, opts, policy)
   if namespace ~= 'default' then set('namespace', namespace) end
   set('creator_identity', opts.creator)
   for name, value in pairs(policy.fields or NONE) do set(name, value) end
-  local priority = math.max(0, math.min(MAX_PRIORITY, tonumber(opts.prio or policy.priority or 0)))
-  if priority ~= 0 then set('priority', priority) end
+  local asked = opts.prio or policy.priority
+  if asked then
+    local priority = math.max(0, math.min(MAX_PRIORITY, tonumber(asked)))
+    if priority ~= 0 then set('priority', priority) end
+  end
   if opts.tags then set('tagged', values.bytes(opts.tags, 1)) end
-  local after = opts.delay_in and c:after(opts.delay_in)
-  local delay = math.min(tonumber(opts.delay or after or policy.delay or 0), clock.END)
-  if delay > c.now then
+  local delay = opts.delay or opts.delay_in and c:after(opts.delay_in) or policy.delay
+  if delay and tonumber(delay) > c.now then
     rec.state = S.delayed('d', 'f')
-    set('delay_until', delay)
+    set('delay_until', math.min(tonumber(delay), clock.END))
   end
   set('execution_deadline_at', opts.deadline
     or (policy.deadline_in and c:after(policy.deadline_in)) or nil)
