@@ -169,6 +169,25 @@ async def test_a_rerun_starts_nobody_before_its_upstreams(engine: Engine) -> Non
     assert "d" in await flow.claim()
 
 
+async def test_a_rerun_counts_what_ended_again_before_it(engine: Engine) -> None:
+    """`x` failed twice; a join that `a` reopens and `b` blocks has its second end, too."""
+    flow = await submitted(engine, "r>a>d r>b>d x>d", {"d": FIRST})
+    replay = engine.backend.executions.replay_execution
+    await flow.end("x", "failed")
+    await replay(flow.nodes["x"])
+    del flow.claims["x"]
+    await flow.end("x", "failed")
+    for key in "rabd":
+        await flow.end(key)
+    await replay(flow.nodes["r"], reopen_downstream=True, include_completed=True)
+    assert await flow.state("d") == "waiting_children"
+    flow.claims.clear()
+    await flow.end("r")
+    await flow.end("a", "failed")
+    await flow.end("b", "failed")
+    assert await flow.state("d") == "skipped"
+
+
 async def test_a_quorum_is_replayed(engine: Engine) -> None:
     flow = await submitted(engine, "a>d b>d c>d", {"d": Quorum(2, "let_run")})
     await flow.end("a")

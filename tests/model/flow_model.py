@@ -359,8 +359,8 @@ class FlowModel:
         member.group = self._open(member.key, opened)
         if member.group == "satisfied":
             self._unblock(member)
-            return
-        member.state = "waiting_children"
+        else:
+            member.state = "waiting_children"
         self._resolve_again(opened)
 
     def _open(self, key: str, opened: list[Edge]) -> str:

@@ -154,10 +154,10 @@ function replaying.run_again(c, id, rec, how, upstream)
   events.emit(c, 'replayed', id, rec, unpack(details))
   if not blocked then
     -- The flow may be held.
-    if gated then return flow.move_on(c, id, rec) end
-    waiting.ring(c, rec)
-    return
+    if gated then flow.move_on(c, id, rec) else waiting.ring(c, rec) end
   end
+  if not waits then return end
+  -- Also of a decided join: another upstream may reopen it, and nobody else resolves these.
   for _, each in ipairs(opened) do
     local edge_id, e = each[1], each[2]
     if has_ended_again(c, e) then graph.resolve_ended(c, rec.flow_id, edge_id, id, e.upstream) end
