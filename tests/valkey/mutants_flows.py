@@ -421,9 +421,16 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "a held flow holds replays",
         REPLAYING,
-        "if gated then return flow.move_on(c, id, rec) end",
-        "if subflows.is_node(rec) then return flow.move_on(c, id, rec) end",
+        "if gated then flow.move_on(c, id, rec) else",
+        "if subflows.is_node(rec) then flow.move_on(c, id, rec) else",
         test_flow_rules.test_a_replay_in_a_held_flow_waits_for_the_release,
+    ),
+    (
+        "an end before the reopening counts",
+        REPLAYING,
+        "  if not waits then return end\n",
+        "  if not blocked then return end\n",
+        test_flow_upkeep.test_a_rerun_counts_what_ended_again_before_it,
     ),
     (
         "a delay outlasts a join",
