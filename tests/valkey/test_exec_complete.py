@@ -56,7 +56,7 @@ async def test_the_record_stays_small(engine: Engine) -> None:
     assert "" not in fields.values()
     assert set(fields) == {
         *("execution_kind", "created_at", "state", "lease", "attempt", "worker"),
-        *("lease_expires_at", "started_at", "completed_at"),
+        *("lease_expires_at", "started_at", "completed_at", "result"),
     }
     encoding: Any = await engine.backend.transport.call(
         "OBJECT", "ENCODING", keys.core(handle.execution_id.tag, handle.execution_id)

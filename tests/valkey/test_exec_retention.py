@@ -40,7 +40,7 @@ async def test_everything_goes(engine: Engine, state: str) -> None:
 
 async def test_every_key_of_a_rich_execution(engine: Engine) -> None:
     execution_id = await engine.create(
-        input_payload=b"in",
+        input_payload=b"in" * 50,
         idempotency_key="k",
         tags={"a.b": "c"},
         policy={"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 0}}},
@@ -52,7 +52,7 @@ async def test_every_key_of_a_rich_execution(engine: Engine) -> None:
     await engine.block(execution_id)
     call = engine.backend.transport.call
     await call("HSET", lua_keys.steps(execution_id.tag, execution_id), "s", "1")
-    await engine.backend.executions.complete(handle, b"out")
+    await engine.backend.executions.complete(handle, b"out" * 50)
     kinds = {name.rsplit(b":", 1)[-1] for name in await owned(engine, execution_id)}
     assert kinds == {
         *(b"core", b"payload", b"result", b"policy", b"tags", b"history", b"steps"),
