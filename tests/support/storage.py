@@ -51,7 +51,9 @@ async def everywhere(engine: Engine, execution_id: ExecutionId) -> dict[str, flo
 async def raw(engine: Engine, key: str) -> dict[str, str]:
     """A stored hash as it is."""
     fields: Any = await engine.backend.transport.call("HGETALL", key)
-    return {name.decode(): value.decode() for name, value in fields.items()}
+    return {
+        name.decode(): value.decode(errors="backslashreplace") for name, value in fields.items()
+    }
 
 
 async def record(engine: Engine, execution_id: ExecutionId) -> dict[str, str]:
