@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -225,12 +227,24 @@ async def test_sweep_finds_work_anywhere_without_a_ring(
         await task.complete()
 
 
+@contextlib.contextmanager
+def unanswered(worker: Worker, proxy: FaultProxy) -> Generator[None]:
+    """A call inside is so slow that the worker gives up on it; the server runs it afterwards."""
+    transport = valkey_of(worker).transport
+    proxy.pause()
+    transport._request_timeout = 0.2
+    with pytest.raises(TransportError) as caught:
+        yield
+    transport._request_timeout = 5.0
+    assert caught.value.ambiguous
+    proxy.resume()
+
+
 async def test_lost_claim_reply_gives_the_same_leases_again(
     engine: Engine, make_worker: MakeWorker, valkey: TestServer, proxy: FaultProxy
 ) -> None:
     await submit(engine.backend, 5)
     worker = await make_worker(proxy.url, valkey.url, max_concurrent_tasks=3)
-    transport = valkey_of(worker).transport
     home = worker.claims.lanes["default"].home
     proxy.drop_next_reply(b"ff_claim_many")
     tasks, more = await worker.claims.claim_at("default", home, 2)
@@ -238,14 +252,9 @@ async def test_lost_claim_reply_gives_the_same_leases_again(
     for task in tasks:
         await task.complete()
     # Now so slow that the call gives up: the next one repeats the same request.
-    proxy.pause()
-    transport._request_timeout = 0.2
-    with pytest.raises(TransportError) as caught:
+    with unanswered(worker, proxy):
         await worker.claims.claim_at("default", home, 3)
-    transport._request_timeout = 5.0
-    assert caught.value.ambiguous
     assert worker.free == 3
-    proxy.resume()
     taken = worker.claims.reserve(2)
     again, more = await worker.claims.claim_at("default", home, 3)
     worker.claims.free += taken
@@ -263,16 +272,10 @@ async def test_a_completing_call_without_an_answer_leaves_no_lease_idle(
 ) -> None:
     await submit(engine.backend, 2)
     worker = await make_worker(proxy.url, valkey.url, max_concurrent_tasks=1)
-    transport = valkey_of(worker).transport
     (task,) = await worker.claim_many(1)
     lane, tag = task.handle.lane_id, task.execution_id.tag
-    proxy.pause()
-    transport._request_timeout = 0.2
-    with pytest.raises(TransportError) as caught:
+    with unanswered(worker, proxy):
         await worker.claims.complete(lane, tag, [Completion(task.handle)], lambda: False)
-    transport._request_timeout = 5.0
-    assert caught.value.ambiguous
-    proxy.resume()
     worker.claims.free = 1
     (following,) = await worker.claim_many(1)
     assert following.lease_epoch == 1
