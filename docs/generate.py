@@ -1,4 +1,4 @@
-"""Writes the reference pages that follow from the code: errors, states, scanners, command line.
+"""Writes the reference pages that follow from the code: errors, metrics, HTTP, commands, …
 
 `make pages` runs it; a test fails while a page differs from what it would write.
 """
@@ -11,11 +11,15 @@ import os
 import sys
 from itertools import groupby
 from pathlib import Path
+from typing import get_args
 
 from flowfabric.cli.main import COMMANDS, app, load_command
 from flowfabric.core.catalogue import CATALOGUE
 from flowfabric.core.state import CODE_LETTERS
+from flowfabric.engine.http.operations import OperationScope, operations
+from flowfabric.engine.metrics import GROUPS, LONG_SECONDS, SECONDS, Metric
 from flowfabric.scanners.settings import INTERVALS_S
+from flowfabric.server.routes.table import all_routes
 
 HERE = Path(__file__).parent / "reference"
 NOTE = "<!-- Written by docs/generate.py; run `make pages` after a change. -->\n"
@@ -36,7 +40,10 @@ DUTIES = {
     "execution_deadline": "ends executions that passed their `deadline`, in any state",
     "suspension_timeout": "ends waits that were not answered in time, as each wait specifies",
     "pending_wp_expiry": "closes waitpoints that were handed out and never waited for",
+    "unblock": "releases work that its budget or quota admits, and returns what executions held",
     "doorbell": "wakes workers for waiting work again, in case a wake-up was lost",
+    "worker_drain": "revokes leases that a drained worker still holds after its timeout",
+    "lane_rescore": "reorders waiting work after the priority weight of a lane changed",
     "cascade_drain": "does what was too much for the call that ended, released or replayed members",
     "cancel_reconciler": "cancels the remaining members of a cancelled flow after its grace period",
     "dependency_reconciler": "checks members that wait for others; repairs and logs every fault",
@@ -45,6 +52,10 @@ DUTIES = {
     "flow_projector": "checks the counters of flows, and deletes flows after their retention",
     "index_reconciler": "compares every execution with its indexes, and repairs them",
     "retention_trimmer": "deletes finished executions, old events and empty lanes",
+    "route_unblocker": "releases executions that were blocked because no worker could run them",
+    "quota_reconciler": "frees quota slots of executions that no longer run, drops expired entries",
+    "budget_reset": "resets budgets whose period is over",
+    "budget_reconciler": "releases budget holds of ended leases, and marks breached budgets",
     "worker_sweeper": "removes worker processes whose registration has expired",
 }
 
@@ -138,6 +149,41 @@ def scanners() -> str:
     return "\n".join(lines) + "\n"
 
 
+def metrics() -> str:
+    """Every metric."""
+    lines = [
+        "# Metrics",
+        "",
+        NOTE,
+        "[Observe a deployment](../how-to/observe.md) explains how to collect them. Durations are",
+        f"in seconds; the buckets of a histogram are {_bounds(SECONDS)}, unless it says otherwise.",
+        "Ids are never used as labels. When a metric reaches its limit of label sets, all further",
+        "sets are counted with the label value `other`.",
+    ]
+    for group, members in GROUPS.items():
+        lines += [
+            "",
+            f"## {group}",
+            "",
+            "| metric | type | labels | meaning |",
+            "|---|---|---|---|",
+        ]
+        lines += [_metric(metric) for metric in members]
+    return "\n".join(lines) + "\n"
+
+
+def _metric(metric: Metric) -> str:
+    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    text = metric.help
+    if metric.buckets == LONG_SECONDS:
+        text += f" Buckets: {_bounds(LONG_SECONDS)}."
+    return f"| `{metric.name}` | {metric.kind} | {labels} | {text} |"
+
+
+def _bounds(seconds: tuple[float, ...]) -> str:
+    return ", ".join(f"{bound:g}" for bound in seconds)
+
+
 def _help(*arguments: str) -> str:
     # The page must not depend on the terminal that it is written in.
     os.environ |= {"COLUMNS": "88", "TERMINAL_WIDTH": "88"}
@@ -197,10 +243,68 @@ def command_line() -> str:
     return "\n".join(lines) + "\n"
 
 
+def http() -> str:
+    """Every endpoint, from the route table."""
+    lines = [
+        "# HTTP",
+        "",
+        NOTE,
+        "[Run the server](../how-to/run-the-server.md) explains how to start the server.",
+        "",
+        "- An `execution_id` is `{fp:N}:<uuid>`. In a path, `N-<uuid>` is also accepted.",
+        "- A result is an object with one key, the name of the result. A result without fields is",
+        "  a plain string.",
+        "- Times are milliseconds since 1970. Bytes are arrays of numbers, or base64 in a field",
+        "  whose name ends with `_b64`.",
+        "- Lists take `cursor` and `limit`, and return `next_cursor`, which is `null` on the last",
+        "  page.",
+        "- With `wait_ms` (up to 30,000), a read of an execution waits until it has ended.",
+        "- An error is an object with `error`, `kind`, `code`, `class`, `group`, `retryable`,",
+        "  `request_id` and often `detail`. In programs, check the status, `kind` and `retryable`.",
+        "  401, and the 404 and 405 of a path or method that does not exist, have only `error`;",
+        "  401 also has `code`.",
+        "  [Errors](errors.md) lists the codes.",
+        "- The scope is what a token must allow. `admin` allows everything, and `operate` includes",
+        "  `remote`.",
+        "",
+        "| endpoint | scope | what it does |",
+        "|---|---|---|",
+    ]
+    for route in all_routes():
+        if not route.internal:
+            summary = (route.handler.__doc__ or "").split("\n")[0]
+            lines.append(f"| `{route.method} {route.template}` | {route.scope or ''} | {summary} |")
+    return "\n".join([*lines, *_engine_operations()]) + "\n"
+
+
+def _engine_operations() -> list[str]:
+    lines = [
+        "",
+        "## For the Python client",
+        "",
+        "With an `http://` address, the Python client and the command line use",
+        "`POST /v1/engine/{noun}/{operation}`. The body is a JSON object with the arguments by",
+        "name, and the response is the result. Both follow the Python interface and change with",
+        "it. From other languages, use the endpoints above. `GET /v1/engine` describes the",
+        "deployment.",
+        "",
+        "| noun | scope | operations |",
+        "|---|---|---|",
+    ]
+    for noun, known in operations().items():
+        for scope in get_args(OperationScope):
+            names = ", ".join(f"`{each.name}`" for each in known.values() if each.scope == scope)
+            if names:
+                lines.append(f"| {noun} | {scope} | {names} |")
+    return lines
+
+
 PAGES = {
+    "http.md": http,
     "errors.md": errors,
     "states.md": states,
     "scanners.md": scanners,
+    "metrics.md": metrics,
     "cli.md": command_line,
 }
 

@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from flowfabric.engine import metrics
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from tests.support.clock import include_test_functions
 from tests.support.cluster import TestCluster
 from tests.support.engine import Engine, prepared_backend
 from tests.support.leaks import find_leaks
+from tests.support.monotonic import move_clock
 from tests.support.server import TestServer
 
 # How long an example takes says something about the machine, nothing about the code.
@@ -20,6 +22,14 @@ settings.register_profile("flowfabric", deadline=None, suppress_health_check=[He
 settings.load_profile("flowfabric")
 
 include_test_functions()
+move_clock()
+
+
+@pytest.fixture(autouse=True)
+def metrics_off_again() -> Iterator[None]:
+    """What a server in the test process turned on."""
+    yield
+    metrics.disable()
 
 
 @pytest.fixture(scope="session")

@@ -7,13 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flowfabric.app.budgets import BudgetHold, SyncBudgetHold
     from flowfabric.app.calls import IdempotencyConflict, SubmitManyError
     from flowfabric.app.children import Children, ChildrenFailed, SyncChildren
     from flowfabric.app.context import Context, SyncContext
     from flowfabric.app.fabric import Fabric, SyncFabric
     from flowfabric.app.flow import Flow, FlowBuilder, SyncFlow, SyncFlowBuilder
     from flowfabric.app.flow_views import FlowFailed, GraphView, NodeChange
-    from flowfabric.app.graphs import FutureValue, Node, any_of, gather, quorum
+    from flowfabric.app.handles import FutureValue, Node, any_of, gather, quorum
     from flowfabric.app.run import Run, SyncRun, UnexpectedResult
     from flowfabric.app.tasks import Task
     from flowfabric.app.waits import Signal, WaitTimeout
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
         Single,
         TimeoutOnly,
     )
+    from flowfabric.core.contracts.budgets import BudgetStatus, HardBreach, SoftBreach
     from flowfabric.core.errors import (
+        BudgetExceeded,
         ConfigError,
         EngineError,
         FlowFabricError,
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
         RetryableError,
         TransportError,
     )
+    from flowfabric.core.ids import budget_id, quota_id
     from flowfabric.core.policy import ExponentialBackoff, FixedBackoff, Retry
     from flowfabric.engine.api.events import (
         CompletionEvent,
@@ -54,47 +58,57 @@ if TYPE_CHECKING:
         RunError,
     )
     from flowfabric.sdk.config import WorkerConfig
+    from flowfabric.sdk.spending import Usage
     from flowfabric.sdk.sync import SyncClient
     from flowfabric.sdk.worker import Worker
 
 from flowfabric.core.version import __version__
 
 _HOMES = (
+    ("app.budgets", "BudgetHold SyncBudgetHold"),
     ("app.calls", "IdempotencyConflict SubmitManyError"),
     ("app.children", "Children ChildrenFailed SyncChildren"),
     ("app.context", "Context SyncContext"),
     ("app.fabric", "Fabric SyncFabric"),
     ("app.flow", "Flow FlowBuilder SyncFlow SyncFlowBuilder"),
     ("app.flow_views", "FlowFailed GraphView NodeChange"),
-    ("app.graphs", "FutureValue Node any_of gather quorum"),
+    ("app.handles", "FutureValue Node any_of gather quorum"),
     ("app.run", "Run SyncRun UnexpectedResult"),
     ("app.tasks", "Task"),
     ("app.waits", "Signal WaitTimeout"),
     ("core.conditions", "AllOf Count CountKind OperatorOnly Single TimeoutOnly"),
-    ("core.errors", "ConfigError EngineError FlowFabricError LeaseLost PermanentError"),
+    ("core.contracts.budgets", "BudgetStatus HardBreach SoftBreach"),
+    (
+        "core.errors",
+        "BudgetExceeded ConfigError EngineError FlowFabricError LeaseLost PermanentError",
+    ),
     ("core.errors", "PayloadMismatch RetryableError TransportError"),
+    ("core.ids", "budget_id quota_id"),
     ("core.policy", "ExponentialBackoff FixedBackoff Retry"),
     ("engine.api.events", "CompletionEvent Event EventFilter LeaseEvent SignalEvent WorkerEvent"),
     ("engine.overview", "Wait"),
     ("sdk.client", "Client ExecutionCancelled ExecutionExpired ExecutionFailed NotFinished"),
     ("sdk.client", "RunError"),
     ("sdk.config", "WorkerConfig"),
+    ("sdk.spending", "Usage"),
     ("sdk.sync", "SyncClient"),
     ("sdk.worker", "Worker"),
 )
 _HOME_OF = {name: f"flowfabric.{home}" for home, names in _HOMES for name in names.split()}
 
-__all__: list[str] = ["AllOf", "Children", "ChildrenFailed", "Client", "CompletionEvent"]
-__all__ += ["ConfigError", "Context", "Count", "CountKind", "EngineError", "Event", "EventFilter"]
-__all__ += ["ExecutionCancelled", "ExecutionExpired", "ExecutionFailed", "ExponentialBackoff"]
-__all__ += ["Fabric", "FixedBackoff", "Flow", "FlowBuilder", "FlowFabricError", "FlowFailed"]
-__all__ += ["FutureValue", "GraphView", "IdempotencyConflict", "LeaseEvent", "LeaseLost", "Node"]
-__all__ += ["NodeChange", "NotFinished", "OperatorOnly", "PayloadMismatch", "PermanentError"]
-__all__ += ["Retry", "RetryableError", "Run", "RunError", "Signal", "SignalEvent", "Single"]
-__all__ += ["SubmitManyError", "SyncChildren", "SyncClient", "SyncContext", "SyncFabric"]
-__all__ += ["SyncFlow", "SyncFlowBuilder", "SyncRun", "Task", "TimeoutOnly", "TransportError"]
-__all__ += ["UnexpectedResult", "Wait", "WaitTimeout", "Worker", "WorkerConfig", "WorkerEvent"]
-__all__ += ["__version__", "any_of", "gather", "quorum"]
+__all__: list[str] = ["AllOf", "BudgetExceeded", "BudgetHold", "BudgetStatus", "Children"]
+__all__ += ["ChildrenFailed", "Client", "CompletionEvent", "ConfigError", "Context", "Count"]
+__all__ += ["CountKind", "EngineError", "Event", "EventFilter", "ExecutionCancelled"]
+__all__ += ["ExecutionExpired", "ExecutionFailed", "ExponentialBackoff", "Fabric", "FixedBackoff"]
+__all__ += ["Flow", "FlowBuilder", "FlowFabricError", "FlowFailed", "FutureValue", "GraphView"]
+__all__ += ["HardBreach", "IdempotencyConflict", "LeaseEvent", "LeaseLost", "Node", "NodeChange"]
+__all__ += ["NotFinished", "OperatorOnly", "PayloadMismatch", "PermanentError", "Retry"]
+__all__ += ["RetryableError", "Run", "RunError", "Signal", "SignalEvent", "Single", "SoftBreach"]
+__all__ += ["SubmitManyError", "SyncBudgetHold", "SyncChildren", "SyncClient", "SyncContext"]
+__all__ += ["SyncFabric", "SyncFlow", "SyncFlowBuilder", "SyncRun", "Task", "TimeoutOnly"]
+__all__ += ["TransportError", "UnexpectedResult", "Usage", "Wait", "WaitTimeout", "Worker"]
+__all__ += ["WorkerConfig", "WorkerEvent", "__version__", "any_of", "budget_id", "gather", "quorum"]
+__all__ += ["quota_id"]
 
 
 def __dir__() -> list[str]:

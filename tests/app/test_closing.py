@@ -14,6 +14,7 @@ import pytest
 import flowfabric as ff
 from flowfabric.valkey.embedded import EmbeddedServer
 from tests.support.listening import listening
+from tests.support.sdk import valkey_location
 
 
 class Mute:
@@ -149,4 +150,4 @@ async def test_an_embedded_server_that_came_too_late_is_let_go(
     await asyncio.get_running_loop().shutdown_default_executor()
     with pytest.raises(ff.ConfigError, match="released"):
         got[0].ensure_running()
-    assert app.location._server is None
+    assert valkey_location(app)._server is None

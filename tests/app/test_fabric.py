@@ -15,7 +15,7 @@ import pytest
 import flowfabric as ff
 from flowfabric.core.errors import ValidationError
 from flowfabric.core.state import PublicState
-from tests.support.sdk import valkey_of
+from tests.support.sdk import valkey_location, valkey_of
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ async def test_a_crashed_embedded_server_comes_back_with_its_data(app: ff.Fabric
     run = await app.submit(echo, "kept")
     client = await app.client()
     await valkey_of(client).transport.call("WAITAOF", 1, 0, 0)
-    server = app.location._server
+    server = valkey_location(app)._server
     assert server is not None
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 import flowfabric as ff
-from flowfabric.core.errors import EngineError, ValidationError
+from flowfabric.core.errors import EngineError, NotFoundError, ValidationError
 from tests.support.engine import Engine
 from tests.support.flows import set_units
 from tests.support.server import TestServer
@@ -379,8 +379,13 @@ REFUSED: list[tuple[Callable[[Any, Any], Any], str]] = [
     (lambda f, t: f.options(after=[1]).add(t, 1), "must be a list of nodes"),
     (lambda f, t: f.options(after=3).add(t, 1), "must be a list of nodes, got int"),
     (lambda f, t: f.options(kind="always").add(t, 1), "kind: must be one of success_only"),
-    (lambda _f, _t: cast("Any", ff.any_of()), "must be one or more nodes of the flow"),
+    (
+        lambda _f, _t: cast("Any", ff.any_of()),
+        r"must be nodes of the flow\. Pass what flow\.add\(\) returned",
+    ),
     (lambda f, t: ff.quorum(2, f.add(t, 1)), "k: must be 1 to 1"),
+    (lambda f, t: cast("Any", ff).quorum([f.add(t, 1)]), r"Pass k first.*quorum\(2, \*nodes\)"),
+    (lambda f, t: f.add(t, 1, after=[]), r"no parameter 'after'.* flow\.options\(after=…\)\.add"),
     (
         lambda f, t: ff.any_of(f.add(t, 1), on_satisfied=cast("Any", "stop")),
         "cancel_remaining or let_run",
@@ -425,6 +430,8 @@ async def test_flows_that_cannot_be_submitted(app: ff.Fabric) -> None:
         with pytest.raises(TypeError, match="no value before its flow runs"):
             use()
     value = cast("Any", node)
+    with pytest.raises(AttributeError, match=r"await submitted\.run\(node\)\.result\(\)"):
+        value.result()
     for submitting in (app.submit(double, value), double.submit(value)):
         with pytest.raises(ValidationError, match="a node has no value before its flow runs"):
             await submitting
@@ -433,9 +440,32 @@ async def test_flows_that_cannot_be_submitted(app: ff.Fabric) -> None:
         flow.add(double, 2)
     with pytest.raises(ValidationError, match="is a node of another flow"):
         submitted.run(app.flow("test").add(double, 1))
+    with pytest.raises(NotFoundError, match=f"node double-9 of flow {submitted.id}"):
+        await submitted.run("double-9").state()
     again = await flow.submit()
     assert (again.id, again.duplicate) == (submitted.id, True)
     other = app.flow("test", flow_id=submitted.id)
     other.add(double, 2)
     with pytest.raises(EngineError, match="flow_submission_conflict"):
         await other.submit()
+
+
+async def test_a_cancelled_flow_is_found_again(app: ff.Fabric) -> None:
+    """A program that starts again submits the same flow, however many calls that takes."""
+
+    @app.task
+    def double(n: int) -> int:
+        return 2 * n
+
+    def built(flow_id: str | None = None) -> Any:
+        flow, part = app.flow("test", flow_id=flow_id), app.flow("part")
+        part.add(double, 1)
+        flow.subflow(part, after=flow.map(double, range(1001)))
+        return flow
+
+    first = await built().submit()
+    await first.cancel("enough", timeout=30)
+    again = await built(first.id).submit()
+    assert again.duplicate
+    with pytest.raises(ff.FlowFailed, match=r"was cancelled \(enough\)"):
+        await again.result(timeout=10)

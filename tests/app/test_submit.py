@@ -10,7 +10,7 @@ import pytest
 import flowfabric as ff
 from flowfabric.app.calls import SubmitManyError, created
 from flowfabric.app.run import UnexpectedResult
-from flowfabric.core.contracts.executions import Created, NewExecution
+from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.errors import EngineError, StateError, ValidationError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
@@ -67,12 +67,12 @@ async def test_one_bad_call_refuses_the_batch(
 
 def test_a_batch_that_was_stored_in_part_tells_which() -> None:
     ids = ExecutionId.mint_solo_many("default", PartitionCounts(), 2)
-    first, last = (Created(each, PublicState.WAITING) for each in ids)
+    first, last = ids
     draining = StateError("lane_not_accepting", "draining")
     new = NewExecution(execution_id=ids[0], execution_kind="greet")
     words = r"2 calls were stored; 1 were refused.*calls\[1\]"
     with pytest.raises(SubmitManyError, match=words) as caught:
-        created([new] * 3, [first, draining, last], lambda outcome: outcome.execution_id)
+        created([new] * 3, [first, draining, last])
     assert caught.value.runs == {0: ids[0], 2: ids[1]}
     assert caught.value.errors == {1: draining}
     assert caught.value.unsure == {}

@@ -67,6 +67,25 @@ def test_table_shows_the_aof_setting_beside_every_figure():
     assert "median of 3 runs" in text
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_terminal_cuts_no_number(width: int):
+    report = {"scenario": "chain", "n": 2000, "aof": "everysec", "repeat": 3}
+    figures = {"flows_per_s": 1_234_567, "p50_ms": 12.34, "p99_ms": 12_345_678, "ping_us": 57.1}
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(as_table(report | figures))
+    text = captured.get()
+    assert all(f" {value:,} " in text for value in figures.values())
+    assert "…" not in text
+
+
+def test_without_a_scenario_they_are_listed():
+    result = invoke()
+    assert result.exit_code == 0
+    listed = {line.split()[0] for line in result.output.splitlines() if not line.startswith(" ")}
+    assert listed == set(get_args(Scenario))
+
+
 def test_percentile_is_a_measured_value():
     values = [float(value) for value in range(1, 101)]
     assert percentile(values, 50) == 50.0

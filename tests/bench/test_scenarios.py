@@ -72,6 +72,11 @@ def test_lifecycle_without_floor_keeps_the_log_it_was_asked_to():
     assert report["aof"] == "everysec"
 
 
+def test_admission_compares_with_executions_without_limits():
+    report = run("admission", "--n", "200")
+    figures(report, "plain_per_s", "limited_per_s", "of_plain", "server_us")
+
+
 def test_unbatched_lifecycle_counts_the_whole():
     report = run("lifecycle", "--n", "50", "--unbatched")
     figures(report, *RATES, "callers", "serial_per_s", "ping_us")
@@ -214,3 +219,42 @@ async def test_what_is_so_on_purpose_is_nothing_to_warn_of(
     async with arena(Options(n=1), Progress()) as at, await Worker.connect(config, at.url):
         pass
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_lanes() -> None:
+    found = run("lanes", "--n", "200", "--repeat", "1")
+    rates = {"one_lane_per_s", "lanes_100_per_s", "lanes_1000_per_s"}
+    assert found.keys() == ABOUT | rates | {"of_one_lane", "idle_commands_per_s"}
+    assert all(found[rate] > 0 for rate in rates)
+    # A look at each lane by itself would be 100 commands; a busy machine adds some to the few.
+    assert found["idle_commands_per_s"] < 60
+
+
+def test_http() -> None:
+    keys = ("per_s", "p50_ms", "p99_ms", "bulk_per_s", "bulk_of_engine")
+    keys += ("sse_lag_p50_ms", "sse_lag_p99_ms")
+    _, p50, p99, *_ = figures(run("http", "--n", "200", "--repeat", "1"), *keys)
+    assert p50 <= p99
+
+
+def test_remote() -> None:
+    keys = ("lifecycle_per_s", "start_p50_ms", "start_p99_ms")
+    _, p50, p99 = figures(run("remote", "--n", "200", "--repeat", "1"), *keys)
+    assert p50 <= p99
+
+
+def test_routed():
+    report = run("routed", "--n", "40")
+    per_s, p50, p99, most, share = figures(
+        report, "per_s", "p50_ms", "p99_ms", "lifecycle_per_s", "of_lifecycle"
+    )
+    assert p50 <= p99
+    assert share == pytest.approx(per_s / most, rel=0.01)
+
+
+def test_fairness():
+    report = run("fairness", "--n", "10")
+    names = ("alone_p50_ms", "alone_p99_ms", "beside_p50_ms", "beside_p99_ms")
+    alone, alone_p99, beside, beside_p99, ratio = figures(report, *names, "fairness_ratio_p99")
+    assert (alone <= alone_p99, beside <= beside_p99) == (True, True)
+    assert ratio == pytest.approx(beside_p99 / alone_p99, rel=0.01)

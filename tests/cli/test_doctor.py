@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flowfabric.engine.api.meta import Grade
+from flowfabric.engine.connect import ServerLocation
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.embedded_checks import check_secret_file
 from flowfabric.engine.valkey.health import scripting_finding
@@ -35,7 +38,8 @@ CHECKS = (
         "writes",
     ),
     *("clock", "clock skew"),
-    *("partitions", "tokens", "lanes", "lane placement", "workers", "scanners", "flows", "indexes"),
+    *("partitions", "tokens", "lanes", "lane placement", "workers", "servers", "scanners"),
+    *("flows", "indexes"),
 )
 
 
@@ -89,6 +93,20 @@ async def test_nobody_works(cli: Cli, engine: Engine) -> None:
     assert "no worker serves mails, where work waits" in found["workers"]["detail"]
     _, found = await examined(cli, "--namespace", "elsewhere")
     assert "0 live workers" in found["workers"]["detail"]
+
+
+async def test_server_processes_are_counted(cli: Cli, engine: Engine, valkey: TestServer) -> None:
+    _, found = await examined(cli)
+    assert found["servers"]["detail"] == "no server process: the REST API is not served"
+    async with aclosing(await ServerLocation(valkey.url).open_server()):
+        # More connections of the same process do not count.
+        async with aclosing(await ServerLocation(valkey.url).open_server()):
+            _, found = await examined(cli)
+            assert found["servers"]["detail"].startswith("one server process: ")
+            assert found["servers"]["detail"].endswith(f":{os.getpid()} (host:pid)")
+        async with aclosing(await connect(parse_url(valkey.url), name="flowfabric-server:b:7")):
+            _, found = await examined(cli)
+            assert found["servers"]["detail"].startswith("2 server processes: ")
 
 
 async def test_scanners_of_a_part(cli: Cli, engine: Engine) -> None:
@@ -149,9 +167,12 @@ async def test_lanes_that_share_a_partition(cli: Cli, engine: Engine) -> None:
     _, found = await examined(cli)
     assert found["lane placement"]["grade"] == "warning"
     assert (
-        f"remediate: 2 of 2 lanes share one (default + {twin})"
+        f"remediate: 2 of 2 pinned lanes share one (default + {twin})"
         in (found["lane placement"]["detail"])
     )
+    await engine.backend.lanes.set_lane_config(twin, placement="spread")
+    _, found = await examined(cli)
+    assert found["lane placement"]["grade"] == "ok"
 
 
 @pytest.mark.corrupts

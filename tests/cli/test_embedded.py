@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -37,6 +38,15 @@ async def test_looking_at_nothing_leaves_nothing(project: Cli) -> None:
         assert (done.code, done.out) == (1, "")
         assert done.err.startswith("error: no_data: there is no data in ")
     assert list(project.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("noun", ["budget", "quota"])
+async def test_limits_may_come_before_the_first_work(project: Cli, noun: str) -> None:
+    """They are often created before any program runs."""
+    made = await project(noun, "create", "team", FF_DATA_DIR=str(project.folder / "data"))
+    assert (made.code, made.out) == (0, "team  created\n")
+    shown = await project(noun, "show", "team", FF_DATA_DIR=str(project.folder / "data"))
+    assert (shown.code, shown.err) == (0, "")
 
 
 async def test_commands_find_what_a_program_submitted(
@@ -93,16 +103,22 @@ async def test_a_rotation_updates_the_secret_of_the_folder(project: Cli) -> None
     file = folder / "waitpoint_secret"
     before = file.read_text()
     file.chmod(0o644)
-    variables = {"FF_WAITPOINT_HMAC_SECRET": "AB" * 32}
-    assert (await project("rotate-secret", "k2", "--yes", **variables)).code == 0
+    assert (await project("rotate-secret", "--yes")).code == 0
+    assert re.fullmatch(r"[0-9a-f]{64}\n", generated := file.read_text())
+    assert generated != before
+    given = project.folder / "given"
+    given.write_text("AB" * 32)
+    command = ("rotate-secret", "k2", "--yes", "--secret-file", "given")
+    assert (await project(*command)).code == 0
     assert file.read_text() == "ab" * 32 + "\n" != before
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert not [each.name for each in folder.iterdir() if each.name.startswith(".waitpoint")]
     # Rotating to the same key again repairs the file.
     file.write_text(before)
-    assert (await project("rotate-secret", "k2", "--yes", **variables)).code == 0
+    assert (await project(*command)).code == 0
     assert file.read_text() == "ab" * 32 + "\n"
-    refused = await project("rotate-secret", "k2", "--yes", FF_WAITPOINT_HMAC_SECRET="ef" * 32)
+    given.write_text("ef" * 32)
+    refused = await project(*command)
     assert refused.code == 1
     assert file.read_text() == "ab" * 32 + "\n"
 

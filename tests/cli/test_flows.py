@@ -128,7 +128,15 @@ async def test_the_tree_names_the_flow_that_a_member_runs(cli: Cli, engine: Engi
     rows = cells(await tree(cli, flow))
     assert rows[1][1:3] == ["subflow", "waiting_children"]
     assert rows[1][-1] == f"before=a; runs flow {sub.flow_id}"
-    assert (await cli("flow", "show", sub.flow_id)).out.count(flow.nodes["s"].compact) == 1
+    waits = f"starts when node {flow.nodes['s'].compact} no longer waits for others"
+    shown = (await cli("flow", "show", sub.flow_id)).out
+    assert shown.startswith("test  open")
+    assert f"it {waits}" in shown
+    member = await cli("show", sub.nodes["x"].compact)
+    assert f"its flow is a subflow and {waits}" in member.out
+    await flow.end("a")
+    await settle_subflow(engine, flow, sub)
+    assert waits not in (await cli("flow", "show", sub.flow_id)).out
 
 
 async def test_equal_branches_are_one_line_with_counts(cli: Cli, engine: Engine) -> None:

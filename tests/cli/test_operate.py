@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import pty
+import re
 import signal
+import stat
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.errors import EngineError
 from flowfabric.core.state import OwnershipState, PublicState
 from tests.support.command import COMMAND, Cli
-from tests.support.engine import Engine
+from tests.support.engine import Engine, refused
 from tests.support.suspension import SECRET, Waits
 
 NEW_SECRET = "cd" * 32
@@ -92,7 +95,9 @@ async def test_secrets_and_their_rotation(cli: Cli, waits: Waits, tmp_path: Path
     partitions = waits.backend.counts.flow
     listed = await cli("secrets")
     assert listed.lines[1].split() == ["k1", "-", str(partitions)]
-    done = await cli("rotate-secret", "k2", "--yes", FF_WAITPOINT_HMAC_SECRET=NEW_SECRET)
+    given = tmp_path / "given"
+    given.write_text(NEW_SECRET)
+    done = await cli("rotate-secret", "k2", "--yes", "--secret-file", str(given))
     assert done.out == f"k2 signs new tokens on {partitions} partitions.\n"
     (keys,) = (await cli("secrets", "--json")).objects
     assert (keys["current_kid"], keys["partitions"]) == ("k2", partitions)
@@ -108,38 +113,75 @@ async def test_secrets_and_their_rotation(cli: Cli, waits: Waits, tmp_path: Path
         assert all(secret not in done.out + done.err for secret in (SECRET, NEW_SECRET, "ef" * 32))
 
 
-async def test_a_rotation_that_did_not_finish(cli: Cli, waits: Waits) -> None:
+async def test_a_secret_is_generated_and_kept_in_a_file(
+    cli: Cli, waits: Waits, tmp_path: Path
+) -> None:
+    file, parked = tmp_path / "new", await waits.park()
+    command = ("rotate-secret", "--secret-file", str(file), "--yes", "--json")
+    (first,) = (await cli(*command)).objects
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert re.fullmatch(r"[0-9a-f]{64}\n", file.read_text())
+    assert re.fullmatch(r"k-[0-9a-f]{8}", first["new_kid"])
+    assert first["failed"] == []
+    # A repeat reads the file and changes nothing.
+    again = await cli(*command)
+    assert again.objects == [first]
+    assert file.read_text().strip() not in again.out + again.err
+    await waits.send(parked)
+
+
+async def test_the_grace_comes_from_the_environment(cli: Cli, waits: Waits, tmp_path: Path) -> None:
+    parked = await waits.park()
+    command = ("rotate-secret", "--secret-file", str(tmp_path / "new"), "--yes")
+    assert (await cli(*command, FF_WAITPOINT_HMAC_GRACE_MS="x")).code == 1
+    assert (await cli(*command, FF_WAITPOINT_HMAC_GRACE_MS="0")).code == 0
+    await waits.engine.advance(1)
+    await refused(waits.send(parked), "token_expired")
+
+
+async def test_a_rotation_that_did_not_finish(cli: Cli, waits: Waits, tmp_path: Path) -> None:
     await waits.backend.secrets.rotate_waitpoint_hmac_secret(3, "k2", "ef" * 32)
     groups = (await cli("secrets", "--json")).objects
     assert [(group["current_kid"], group["partitions"]) for group in groups] == [
         ("k1", waits.backend.counts.flow - 1),
         ("k2", 1),
     ]
-    refused = await cli("rotate-secret", "k2", "--yes", FF_WAITPOINT_HMAC_SECRET=NEW_SECRET)
-    assert refused.code == 1
-    assert refused.err.startswith("error: rotation_incomplete: 1 partition not rotated (3): ")
-    assert NEW_SECRET not in refused.out + refused.err
+    (tmp_path / "new").write_text(NEW_SECRET)
+    done = await cli("rotate-secret", "k2", "--yes", "--secret-file", str(tmp_path / "new"))
+    assert done.code == 1
+    assert done.err.startswith("error: rotation_incomplete: 1 partition not rotated (3): ")
+    assert "run the same command again, which is safe" in done.err
+    assert NEW_SECRET not in done.out + done.err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "variables", "said"),
+    ("kid", "secret", "said"),
     [
-        (("k2",), {}, "error: missing_secret: no new secret was given\n"),
-        (("k2",), {"FF_WAITPOINT_HMAC_SECRET": "xyz"}, "error: invalid_secret_hex: "),
-        (("no kid",), {"FF_WAITPOINT_HMAC_SECRET": NEW_SECRET}, "error: invalid_kid: "),
+        ("k2", None, "error: missing_secret: your own Valkey needs a file to keep the new"),
+        ("k2", " ", "error: missing_secret: "),
+        ("k2", "xyz", "error: invalid_secret_hex: "),
+        ("no kid", NEW_SECRET, "error: invalid_kid: "),
     ],
 )
 async def test_rotation_mistakes(
-    cli: Cli, engine: Engine, arguments: tuple[str, ...], variables: dict[str, str], said: str
+    cli: Cli, engine: Engine, kid: str, secret: str | None, said: str
 ) -> None:
-    done = await cli("rotate-secret", *arguments, "--yes", **variables)
+    options: tuple[str, ...] = ()
+    if secret is not None:
+        (cli.folder / "new").write_text(secret)
+        options = ("--secret-file", "new")
+    done = await cli("rotate-secret", kid, *options, "--yes")
     assert done.code in (1, 2)
     assert done.err.startswith(said)
 
 
 @pytest.mark.parametrize(
     "command",
-    [("revoke-lease", "abcd"), ("close-waitpoint", "abcd", "k"), ("rotate-secret", "k2")],
+    [
+        ("revoke-lease", "abcd"),
+        ("close-waitpoint", "abcd", "k"),
+        ("rotate-secret", "--secret-file", "new"),
+    ],
 )
 async def test_what_cannot_be_undone_needs_a_yes(
     cli: Cli, engine: Engine, command: tuple[str, ...]
@@ -170,8 +212,12 @@ async def test_ctrl_c_at_the_question_changes_nothing(cli: Cli, engine: Engine) 
             seen = b""
             while b"[y/N]" not in seen:
                 seen += await asyncio.to_thread(os.read, main, 4096)
-            process.send_signal(signal.SIGINT)
-            assert await process.wait() == 130
+            # Python notices a signal between the question and its read only after the read.
+            while process.returncode is None:
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), 2)
+            assert process.returncode == 130
     finally:
         if process.returncode is None:
             process.kill()

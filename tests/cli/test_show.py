@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -114,7 +115,7 @@ async def test_which_capability_keeps_it_waiting(cli: Cli, engine: Engine) -> No
         )
     detail = await as_json(cli, waiting)
     assert detail["summary"] == (
-        "2 live workers serve lane video, but the best match lacks cuda: "
+        "2 live workers serve lane video, but the best match lacks cuda (w-2): "
         "start one with `flowfabric worker module:app --capabilities cuda,gpu`"
     )
     assert detail["why_not_running"]["missing_capabilities"] == ["cuda"]
@@ -200,3 +201,19 @@ async def test_ids_that_lead_nowhere(cli: Cli, text: str, code: int, said: str) 
     assert (done.code, done.out) == (code, "")
     assert done.err.startswith(f"error: {said}")
     assert "\nhint: " in done.err
+
+
+async def test_explain_answers_in_a_sentence_and_names_the_way_out(
+    cli: Cli, engine: Engine
+) -> None:
+    waiting = await engine.create(lane="video")
+    done = await cli("explain", waiting.compact)
+    command = "flowfabric worker module:app --lanes video"
+    assert done.code == 0
+    assert f"It is waiting: no live worker serves lane video: start one with `{command}`." in (
+        done.lines
+    )
+    assert done.lines[-1].strip() == command
+    found: Any = json.loads((await cli("explain", waiting.compact, "--json")).lines[0])
+    assert found["next_steps"] == [command]
+    assert found["why"]["blocking_reason"] == "waiting_for_worker"

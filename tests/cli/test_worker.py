@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
+import socket
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -161,6 +164,22 @@ async def test_url_and_namespace_win_over_the_application(shop: Cli, client: Cli
         assert (await running.end()).code == 0
 
 
+@pytest.mark.parametrize(
+    ("given", "served"), [("tenant,acme", ("tenant", "acme")), ("*", ("*",))], ids=["two", "all"]
+)
+async def test_it_serves_the_namespaces_that_it_is_given(
+    shop: Cli, client: Client, given: str, served: tuple[str, ...]
+) -> None:
+    """It stays registered in the application's own."""
+    async with shop.start("worker", "shop:app", "--namespace", given) as running:
+        await running.line("Ready.")
+        (entry,) = await client.backend.workers.list_workers("default")
+        assert entry.namespaces == served
+        assert any(", ".join(served) in line for line in running.seen)
+        running.send(signal.SIGTERM)
+        assert (await running.end()).code == 0
+
+
 async def test_the_embedded_server_starts_with_the_worker(tmp_path: Path) -> None:
     project = Cli(tmp_path)
     (tmp_path / "shop.py").write_text(APP)
@@ -283,3 +302,44 @@ async def test_it_warns_of_a_server_that_somebody_else_prepared(tmp_path: Path) 
         assert (await cli("ps")).err == ""
     finally:
         server.stop()
+
+
+async def test_it_serves_metrics_on_a_port(shop: Cli, client: Client) -> None:
+    port = free_port()
+    async with shop.start("worker", "shop:app", "--metrics-port", str(port)) as running:
+        await running.line("Ready.")
+        greeted = await client.submit("greet", b'["Ada"]')
+        await client.result(greeted.execution_id, 20)
+        page = await asyncio.to_thread(_get, f"http://127.0.0.1:{port}/metrics")
+        running.send(signal.SIGTERM)
+        assert (await running.end()).code == 0
+    assert 'ff_attempt_outcome_total{lane="default",outcome="ok"} 1.0' in page
+    assert 'ff_workers_alive{namespace="default"} 1.0' in page
+    assert "process_cpu_seconds_total" in page
+
+
+async def test_each_process_serves_metrics_on_a_port_of_its_own(shop: Cli) -> None:
+    port = free_port()
+    options = ("--metrics-port", str(port), "--processes", "2", "--no-scanners")
+    async with shop.start("worker", "shop:app", *options) as running:
+        await running.line("All 2 processes are ready.")
+        for each in (port, port + 1):
+            page = await asyncio.to_thread(_get, f"http://127.0.0.1:{each}/metrics")
+            assert 'ff_workers_alive{namespace="default"} 2.0' in page
+        running.send(signal.SIGTERM)
+        assert (await running.end()).code == 0
+
+
+async def test_a_metrics_port_in_use_is_refused(shop: Cli) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = await shop("worker", "shop:app", "--metrics-port", str(port))
+    assert done.code == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in done.err
+
+
+def _get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        return reply.read().decode()

@@ -143,7 +143,13 @@ class Application:
         async def render() -> str:
             return "rendered"
 
-        self.render = render
+        @app.task(quota="calls", budgets=["team"])
+        async def spend(ctx: ff.Context) -> str:
+            async with ctx.reserve("team", tokens=4):
+                await ctx.usage("team", tokens=6)
+            return "spent"
+
+        self.render, self.spend = render, spend
         self.flaky, self.ask, self.impatient = flaky, ask, impatient
         self.slow, self.stuck = slow, stuck
 
@@ -226,6 +232,25 @@ async def test_the_users_can_do_their_work(deployment: Deployment) -> None:
     assert await deployment.refusals() <= OPTIONAL
 
 
+async def test_the_users_can_work_within_limits(deployment: Deployment) -> None:
+    submit = Application(deployment.url("ff-submit"))
+    worker = Application(deployment.url("ff-worker"))
+    async with ff.Fabric(deployment.url("ff-operator")) as operator:
+        client = await operator.client()
+        await client.create_quota("calls", 5, max_concurrent=1)
+        await client.create_budget("team", {"tokens": 10})
+    async with submit.app, worker.app, worker.app.worker(**SERVES):
+        first = await submit.app.submit(submit.spend)
+        assert await first.result(timeout=30) == "spent"
+        second = await submit.app.submit(submit.spend)
+        assert (await second.explain()).limits.budgets
+    async with await deployment.backend("ff-worker") as backend:
+        supervisor = ScannerSupervisor(backend, ScannerSettings())
+        for name in supervisor.status():
+            assert (await supervisor.scan_once(name)).errors == 0
+    assert await deployment.refusals() <= OPTIONAL
+
+
 async def test_the_users_can_do_no_more(deployment: Deployment) -> None:
     worker, submit = await deployment.backend("ff-worker"), await deployment.backend("ff-submit")
     before = await deployment.admin("DBSIZE")
@@ -289,5 +314,6 @@ async def test_the_users_have_the_commands_that_are_called(deployment: Deploymen
     assert {name for name in granted if name in SUBCOMMANDS} == {
         name.partition("|")[0] for name in allowed("ff-operator") if "|" in name
     }
-    assert allowed("ff-operator") - allowed("ff-worker") == {"CONFIG|GET", "FUNCTION|LOAD"}
+    only = {"CLIENT|LIST", "CONFIG|GET", "FUNCTION|LOAD"}
+    assert allowed("ff-operator") - allowed("ff-worker") == only
     assert allowed("ff-submit") < allowed("ff-worker")

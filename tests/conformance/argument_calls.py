@@ -14,11 +14,13 @@ from flowfabric.core.contracts.suspension import Accepted, FreshWaitpoint, Resum
 from flowfabric.core.ids import new_uuid
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.state import ExpireReason
+from flowfabric.engine.api.admission import AdmissionControl
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.events import EventFilter
 from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.api.reads import Filter
 from flowfabric.engine.api.upkeep import Leadership, Upkeep
+from tests.conformance.budget_calls import BUDGET_CALLS, BUDGET_UPKEEP
 from tests.conformance.flow_calls import FLOW_CALLS
 from tests.support.engine import LANE, TTL, Engine
 from tests.support.leases import OTHER, WORKER, grant, lapsed, paused, reclaim_grant, running
@@ -40,8 +42,8 @@ _OFFERED = {
     *("mark_lease_expired_if_due", "promote_delayed", "expire_execution", "trim_retention"),
     *("reconcile_execution_index", "used_partitions"),
 }
-_NO_ARGUMENTS = {"forget_idle_lanes", "leaders"}
-_INTERNAL = {*vars(Upkeep), *vars(Leadership)} - _OFFERED - _NO_ARGUMENTS
+_NO_ARGUMENTS = {"forget_idle_lanes", "get_report", "leaders", "list_drains"}
+_INTERNAL = {*vars(Upkeep), *vars(Leadership), *vars(AdmissionControl)} - _OFFERED - _NO_ARGUMENTS
 SCANNERS = {name for name in _INTERNAL if not name.startswith("_")} | {
     "follow",
     "wait_ready",
@@ -49,6 +51,9 @@ SCANNERS = {name for name in _INTERNAL if not name.startswith("_")} | {
     "occupied_partitions",
     "drain_cascade",
     "wait_for",
+    *BUDGET_UPKEEP,
+    *("admit_many", "confirm_many", "release_many"),
+    *("note_blocked", "forget_blocked", "blocked"),
 }
 """What the engine calls itself with what it has stored: no user's arguments get there."""
 
@@ -207,6 +212,11 @@ async def many(engine: Engine) -> Given:
     return {"request": engine.want(), "tag": (await engine.create()).tag, "max_n": 1}
 
 
+async def admitted(engine: Engine) -> Given:
+    execution_id = await engine.create()
+    return {"request": engine.want(), "tag": execution_id.tag, "ids": [execution_id]}
+
+
 async def fused(engine: Engine) -> Given:
     handle = await running(engine)
     items = [Completion(handle, b"r", "json")]
@@ -301,15 +311,38 @@ async def _ended(engine: Engine) -> Given:
     return {"execution_id": handle.execution_id}
 
 
+async def _held_back(engine: Engine) -> Given:
+    execution_id = await engine.create()
+    await engine.backend.claims.block_execution_for_admission(execution_id, "paused_by_policy")
+    return {"execution_id": execution_id, "expected_blocking_reason": "paused_by_policy"}
+
+
+async def _quota(engine: Engine) -> Given:
+    policy = new_uuid()
+    await engine.backend.quotas.create_quota_policy(policy, max_requests_per_window=5)
+    return {"quota_policy_id": policy}
+
+
+async def _quota_update(engine: Engine) -> Given:
+    return {**await _quota(engine), "jitter_ms": 5}
+
+
+async def _admission(engine: Engine) -> Given:
+    return {**await _quota(engine), "execution_id": engine.new_id()}
+
+
 READ = about()
 
 CALLS: Mapping[str, Call] = {
-    "find_work": fixed(lane_id=LANE, tags=["{fp:0}"]),
+    "find_work": fixed(places=[(LANE, "{fp:0}")]),
     "append_frame": held(frame=Frame(payload=b"{}"), best_effort=BestEffort(), mode="best_effort"),
     "append_frames": held(frames=[Frame(payload=b"{}")], mode="summary"),
+    "block_execution_for_admission": about(reason="waiting_for_budget", retry_at=5),
+    "block_route": about(),
     "cancel": held(),
     "cancel_execution": fenced(source="worker"),
     "change_priority": about(new_priority=5),
+    "claim_admitted": admitted,
     "claim_execution": claim,
     "claim_from_resume_grant": resume_grant,
     "claim_many": many,
@@ -319,6 +352,7 @@ CALLS: Mapping[str, Call] = {
     "complete_and_claim": fused,
     "complete_execution": fenced(result_payload=b"r"),
     "complete_many": _items,
+    "busiest_partitions": fixed(limit=5),
     "count_lanes": fixed(lanes=[LANE]),
     "create_execution": lambda engine: _awaited({"new": new(engine)}),
     "create_many": lambda engine: _awaited({"items": [new(engine)]}),
@@ -339,6 +373,8 @@ CALLS: Mapping[str, Call] = {
     "find_executions": fixed(uuid_prefix="0"),
     "get_execution_tag": about(key="app.x"),
     "get_lane": fixed(lane_id=LANE),
+    "read_settings": fixed(lanes=[LANE]),
+    "learn_lane": fixed(lane_id=LANE),
     "heartbeat_worker": fixed(worker_instance_id="w-1"),
     "issue_claim_grant": about(**WORKER),
     "issue_grant_and_claim": about(lease_duration_ms=TTL),
@@ -352,7 +388,9 @@ CALLS: Mapping[str, Call] = {
     "list_waitpoint_hmac_kids": fixed(),
     "feed_size": fixed(partition=0),
     "list_workers": fixed(),
-    "mark_worker_dead": fixed(worker_instance_id="w-1"),
+    "mark_worker_dead": fixed(worker_instance_id="w-1", revoke_leases=True),
+    "drain_worker": fixed(worker_instance_id="w-1"),
+    "list_worker_leases": fixed(worker_instance_id="w-1"),
     "move_to_waiting_children": fenced(),
     "observe_signals": held(),
     "progress": held(pct=5, message="half"),
@@ -364,6 +402,15 @@ CALLS: Mapping[str, Call] = {
     "read_waitpoint_token": waiting(),
     "read_waits": waits,
     "reclaim_execution": reclaim,
+    "check_admission": _admission,
+    "confirm_admission": _admission,
+    "release_admission": _admission,
+    "create_quota_policy": lambda _: _awaited({"quota_policy_id": new_uuid()}),
+    "update_quota_policy": _quota_update,
+    "get_quota_status": _quota,
+    "read_quota_policy_limits": _quota,
+    "list_quota_policies": fixed(),
+    "reconcile_quota_counters": fixed(partition=0),
     "register_places": fixed(places={"{fp:0}": [LANE]}),
     "register_worker": a_worker,
     "release_unknown": held(kind="job"),
@@ -381,7 +428,7 @@ CALLS: Mapping[str, Call] = {
     "seed_waitpoint_hmac_secret": fixed(kid="k1", secret_hex=SECRET),
     "set_execution_tag": about(key="app.x", value="y"),
     "set_execution_tags": about(tags={"app.x": "y"}),
-    "set_lane_config": fixed(lane_id=LANE, priority_weight_ms=5),
+    "set_lane_config": fixed(lane_id=LANE, priority_weight_ms=5, placement="spread", shards=2),
     "set_lane_state": fixed(lane_id=LANE, state="active"),
     "diagnose": fixed(namespace="default"),
     "shutdown_prepare": fixed(grace_s=0.0),
@@ -399,6 +446,7 @@ CALLS: Mapping[str, Call] = {
     "suspend": suspend,
     "suspend_by_triple": suspend_by_triple,
     "tail_stream": streamed(),
+    "unblock_execution": _held_back,
     "update_progress": fenced(progress_pct=5),
     "verify_and_deliver": waiting(token="presented", signal_name="go", options={}),
     "wait_children": held(),
@@ -417,5 +465,9 @@ CALLS: Mapping[str, Call] = {
         ),
         READ,
     ),
+    **dict.fromkeys(("claim_note", "put_note"), fixed(name="n", value=b"v", ttl_ms=TTL)),
+    "extend_note": fixed(name="n", ttl_ms=TTL),
+    **dict.fromkeys(("get_note", "drop_note"), fixed(name="n")),
+    **BUDGET_CALLS,
     **FLOW_CALLS,
 }

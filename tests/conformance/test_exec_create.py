@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from flowfabric.core.contracts.executions import Created, Duplicate, NewExecution
-from flowfabric.core.errors import EngineError, UnavailableError
-from flowfabric.core.ids import ExecutionId
+from flowfabric.core.errors import EngineError
+from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.policy import ExecutionPolicy, RoutingRequirements, TimeoutPolicy, parse_policy
 from flowfabric.core.state import PublicState
 from tests.support.engine import LANE, Engine, refused, unchanged
@@ -158,32 +158,20 @@ async def test_broken_policy_objects(engine: Engine, policy: ExecutionPolicy) ->
 
 
 @pytest.mark.parametrize(
-    ("policy", "detail"),
+    ("policy", "field"),
     [
-        (
-            ExecutionPolicy(budget_ids=("11111111-2222-4333-8444-555555555555",)),
-            "budget_ids: budgets are not enforced yet; submit without them",
-        ),
-        (
-            ExecutionPolicy(quota_policy_id="550e8400-e29b-41d4-a716-446655440000"),
-            "quota_policy_id: quotas are not enforced yet; submit without it",
-        ),
+        (ExecutionPolicy(budget_ids=("no",)), "budget_ids[0]"),
+        (ExecutionPolicy(budget_ids=tuple(new_uuid() for _ in range(17))), "budget_ids"),
+        (ExecutionPolicy(quota_policy_id="no"), "quota_policy_id"),
     ],
 )
-async def test_limits_that_nothing_enforces_are_refused(
-    engine: Engine, policy: ExecutionPolicy, detail: str
+async def test_limits_that_are_malformed_are_refused(
+    engine: Engine, policy: ExecutionPolicy, field: str
 ) -> None:
-    """One of a batch fails alone."""
-    await engine.create()
-    limited = new(engine, policy=policy)
-    error = await unchanged(engine, lambda: engine.backend.executions.create_execution(limited))
-    assert isinstance(error, UnavailableError)
-    assert (error.code, error.detail) == ("unavailable", detail)
-    assert (error.op, error.retryable) == ("create_execution", False)
-    assert error.hint == "This version of FlowFabric does not support it; nothing was changed."
-    first, second = await engine.backend.executions.create_many([limited, new(engine)])
-    assert isinstance(first, UnavailableError)
-    assert isinstance(second, Created)
+    item = new(engine, policy=policy)
+    error = await unchanged(engine, lambda: engine.backend.executions.create_execution(item))
+    assert error.code == "invalid_policy_json"
+    assert error.detail.startswith(field)
 
 
 @pytest.mark.parametrize("state", ["draining", "disabled"])

@@ -123,7 +123,7 @@ async def test_the_sizes_of_lanes(engine: Engine) -> None:
     assert {
         lane: {state: n for state, n in counts.items() if n} for lane, counts in found.items()
     } == {
-        LANE: {"eligible": 3, "active": 1},
+        LANE: {"eligible": 2, "active": 1, "blocked_route": 1},
         "mails": {"terminal": 1, "delayed": 1},
         "unused": {},
     }
@@ -232,6 +232,9 @@ async def test_eligible_in_claim_order_whatever_they_require(engine: Engine) -> 
         order.append((-priority * 1000 + n, await engine.create(priority=priority, policy=policy)))
         await engine.advance(1)
     expected = [execution_id for _, execution_id in sorted(order)]
+    await engine.backend.workers.register_worker(
+        worker_id="w", worker_instance_id="w-1", lanes=[LANE], capabilities=["gpu"]
+    )
     for limit in (1, 2, 3, 6, 50):
         assert await walk_lane(engine, "eligible", limit) == expected
     claims = await engine.claim_all(10, capabilities=["gpu"])

@@ -139,7 +139,7 @@ async def test_explain(engine: Engine) -> None:
     await engine.advance(60_000)
     await engine.backend.upkeep.promote_delayed(execution_id.tag, LANE, [execution_id])
     why = await engine.backend.reads.explain_execution(execution_id)
-    assert (why.blocking_reason, why.lane_state) == ("waiting_for_worker", "paused")
+    assert (why.blocking_reason, why.lane_state) == ("waiting_for_capable_worker", "paused")
     assert (why.retry_at, why.missing_capabilities, why.live_workers) == (None, ("gpu",), 0)
     await engine.backend.lanes.set_lane_state(LANE, "active")
     await refused(

@@ -7,7 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from flowfabric.core.contracts.flows import Submitted
+from flowfabric.core.contracts.flows import (
+    AlreadyExtended,
+    AlreadySubmitted,
+    GraphEdge,
+    Released,
+    Submitted,
+)
 from flowfabric.core.policy import parse_policy
 from tests.support.engine import TTL, Engine, refused, untouched
 from tests.support.flows import TestFlow, graph, submitted
@@ -205,12 +211,41 @@ async def test_ends_during_a_cancel_never_skip(engine: Engine, policy: str) -> N
 
 async def test_no_member_joins_a_cancelled_flow(engine: Engine) -> None:
     flow = await submitted(engine, "a b")
+    other = await engine.create(execution_id=flow.new_member_id())
     await cancel(flow, "flow_only")
     flows = engine.backend.flows
     async with untouched(engine):
+        await refused(flows.add_execution_to_flow(flow.flow_id, other), "flow_already_terminal")
         await refused(
             flows.add_dependency(flow.flow_id, flow.nodes["a"], flow.nodes["b"]),
             "flow_already_terminal",
         )
         await refused(flows.extend_flow(flow.flow_id, graph("x").nodes), "flow_already_terminal")
-        await refused(flows.release_flow(flow.flow_id), "flow_already_terminal")
+
+
+async def test_repeats_find_what_a_cancelled_flow_has(engine: Engine) -> None:
+    """A client that asks again after a lost reply learns that the flow is stored."""
+    flows = engine.backend.flows
+    held = msgspec.structs.replace(graph("a>b"), hold=True)
+    flow = TestFlow(engine, await flows.submit_flow(held))  # type: ignore[arg-type]
+    new, edges = (
+        graph("c").nodes,
+        [GraphEdge(frm="b", to="c"), GraphEdge(frm="a", to="b", input_name="x")],
+    )
+    await flows.extend_flow(flow.flow_id, new, edges)
+    await flows.release_flow(flow.flow_id)
+    await cancel(flow, "flow_only")
+    async with untouched(engine):
+        assert isinstance(await flows.submit_flow(held), AlreadySubmitted)
+        assert isinstance(await flows.extend_flow(flow.flow_id, new, edges), AlreadyExtended)
+        assert await flows.release_flow(flow.flow_id) == Released(0)
+        more = [*edges, GraphEdge(frm="a", to="c")]
+        await refused(flows.extend_flow(flow.flow_id, new, more), "flow_already_terminal")
+
+
+async def test_a_held_flow_that_was_cancelled_is_not_released(engine: Engine) -> None:
+    flows = engine.backend.flows
+    held = await flows.submit_flow(msgspec.structs.replace(graph("a"), hold=True))
+    await flows.cancel_flow(held.flow_id, cancellation_policy="flow_only")
+    async with untouched(engine):
+        await refused(flows.release_flow(held.flow_id), "flow_already_terminal")

@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 
 from flowfabric.core.contracts.flows import (
+    AlreadyExtended,
     AnyOf,
     CascadeCounts,
     EdgeApplied,
@@ -59,6 +60,29 @@ async def test_an_extension_cannot_close_a_cycle(engine: Engine) -> None:
         "cycle_detected",
     )
     assert await engine.dump() == before
+
+
+async def test_an_extension_cannot_use_the_name_of_an_input_twice(engine: Engine) -> None:
+    flow = await submitted(engine, "a>z", input_name="text")
+    new, edge = [node("b")], GraphEdge(frm="b", to="z")
+    flows = engine.backend.flows
+    named = msgspec.structs.replace(edge, input_name="text")
+    await refused(flows.extend_flow(flow.flow_id, new, [named]), "invalid_input")
+    assert (await flow.snapshot()).node_count == 2
+    other = msgspec.structs.replace(edge, input_name="more")
+    await flows.extend_flow(flow.flow_id, new, [edge, other])
+    repeat = await flows.extend_flow(flow.flow_id, new, [edge, other])
+    assert isinstance(repeat, AlreadyExtended)
+
+
+async def test_a_child_cannot_take_the_name_of_an_input(engine: Engine) -> None:
+    flow = await submitted(engine, "a>z", input_name="text")
+    await flow.end("a")
+    await flow.claim()
+    spawn = engine.backend.flows.spawn_children
+    handle = flow.claims["z"].handle
+    await refused(spawn(handle, [node("text")]), "invalid_input")
+    assert (await flow.snapshot()).node_count == 2
 
 
 async def test_a_late_edge_blocks_a_waiting_child(engine: Engine) -> None:

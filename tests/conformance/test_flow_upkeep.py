@@ -226,6 +226,42 @@ async def test_which_members_of_a_flow_are_replayed(engine: Engine) -> None:
     assert await flow.states() == {"a": "completed", "b": "waiting", "c": "waiting"}
 
 
+async def test_members_that_ended_while_they_waited_wait_again(engine: Engine) -> None:
+    """Nobody runs before its upstreams because it was cancelled."""
+    flow = await submitted(engine, "a>b>c d>c")
+    for key in "cba":
+        await flow.end(key, "cancelled")
+    replay = engine.backend.executions.replay_execution
+    refusal = await refused(replay(flow.nodes["b"], strict=True), "deps_not_satisfied")
+    assert flow.nodes["a"].compact in str(refusal)
+    replayed = await engine.backend.flows.replay_flow(flow.flow_id, failed_only=False)
+    assert replayed.replayed == 3
+    assert await flow.claim() == ["a", "d"]
+    for key in "dab":
+        assert await flow.state("c") == "waiting_children"
+        await flow.end(key)
+    assert await flow.claim() == ["c"]
+
+
+async def test_a_member_cancelled_before_its_upstream_ended_waits_for_it(engine: Engine) -> None:
+    flow = await submitted(engine, "a>b")
+    await flow.end("b", "cancelled")
+    again = await engine.backend.executions.replay_execution(flow.nodes["b"])
+    assert again.public_state == "waiting_children"
+    await flow.end("a", "failed")
+    assert await flow.state("b") == "skipped"
+
+
+async def test_a_member_that_ran_runs_again_at_once(engine: Engine) -> None:
+    """An edge that came while it ran never held it."""
+    flow = await submitted(engine, "a b")
+    assert await flow.claim() == ["a", "b"]
+    await engine.backend.flows.add_dependency(flow.flow_id, flow.nodes["a"], flow.nodes["b"])
+    await flow.end("b", "cancelled")
+    again = await engine.backend.executions.replay_execution(flow.nodes["b"])
+    assert again.public_state == "waiting"
+
+
 async def test_a_cancelled_flow_is_not_replayed(engine: Engine) -> None:
     flow = await submitted(engine, "a>b")
     await flow.end("a", "failed")

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from flowfabric.core.conditions import Single
+from flowfabric.core.contracts.budgets import Exhausted
+from flowfabric.core.contracts.quotas import FullQuota
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.reads import Filter
-from flowfabric.engine.overview import list_newest, list_waits, read_detail, read_wait
+from flowfabric.engine.overview import (
+    ReachedLimits,
+    list_newest,
+    list_waits,
+    read_detail,
+    read_wait,
+)
+from flowfabric.sdk.diagnosis import explain
+from tests.support.admission import budget, claimed, limited, quota
 from tests.support.engine import LANE, Engine
 from tests.support.suspension import SECRET
 
@@ -62,6 +72,17 @@ async def test_everything_about_one(engine: Engine) -> None:
     assert (await read_detail(engine.backend, eid)).running
     await engine.backend.executions.cancel_execution(eid)
     assert (await read_detail(engine.backend, eid)).why_not_running is None
+
+
+async def test_the_limits_that_keep_it_from_starting(engine: Engine) -> None:
+    spent, policy = await budget(engine, 10, spent=10), await quota(engine, cap=1)
+    await limited(engine, quota=policy)
+    (running,) = await claimed(engine)
+    eid = await limited(engine, spent, quota=policy)
+    limits = explain(await read_detail(engine.backend, eid)).limits
+    assert limits.budgets == (Exhausted(spent, "tokens", 10, 10),)
+    assert limits.quota == FullQuota(policy, "concurrency", None)
+    assert explain(await read_detail(engine.backend, running)).limits == ReachedLimits()
 
 
 async def test_a_deployment_can_be_checked_through_the_interface(engine: Engine) -> None:

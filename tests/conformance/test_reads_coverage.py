@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +20,12 @@ NEEDS: dict[str, Any] = {
 
 
 async def register(
-    engine: Engine, instance: str, *capabilities: str, lane: str = LANE, namespace: str = "default"
+    engine: Engine,
+    instance: str,
+    *capabilities: str,
+    lane: str = LANE,
+    namespace: str = "default",
+    namespaces: Sequence[str] = (),
 ) -> None:
     await engine.backend.workers.register_worker(
         worker_id="w",
@@ -27,6 +33,7 @@ async def register(
         lanes=[lane],
         capabilities=capabilities,
         namespace=namespace,
+        namespaces=namespaces,
     )
 
 
@@ -97,16 +104,18 @@ async def test_what_ended_or_needs_nothing_lacks_nothing(engine: Engine) -> None
 
 
 async def test_who_could_take_it(engine: Engine) -> None:
-    """Workers claim from every namespace; their own is only where they are registered."""
+    """Workers run executions of their own namespace, or of those they name."""
     execution_id = await engine.create(policy=NEEDS, namespace="mine")
     everything = ("cuda", "gpu", "ssd")
-    await register(engine, "b", *everything, "more", namespace="theirs")
-    await register(engine, "a", *everything)
+    await register(engine, "b", *everything, "more", namespace="theirs", namespaces=["*"])
+    await register(engine, "a", *everything, namespaces=["other", "mine"])
+    await register(engine, "e", *everything)
     await register(engine, "c", "cuda", namespace="mine")
     await register(engine, "d", *everything, lane="else")
     fleet = await engine.backend.workers.list_workers(None)
-    assert [worker.worker_instance_id for worker in fleet] == ["a", "b", "c", "d"]
-    assert [worker.namespace for worker in fleet] == ["default", "theirs", "mine", "default"]
+    assert [worker.worker_instance_id for worker in fleet] == ["a", "b", "c", "d", "e"]
+    assert [worker.namespace for worker in fleet][:4] == ["default", "theirs", "mine", "default"]
+    assert [worker.namespaces for worker in fleet][:3] == [("other", "mine"), ("*",), ()]
     page = await engine.backend.workers.list_workers(None, after="a", limit=2)
     assert page == fleet[1:3]
     why = await engine.backend.reads.explain_execution(execution_id)

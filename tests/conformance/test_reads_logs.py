@@ -26,7 +26,7 @@ def said(caplog: Records, action: str) -> list[dict[str, Any]]:
 async def test_operator_calls_name_their_caller(engine: Engine, caplog: Records) -> None:
     backend = engine.backend
     handle = await engine.running()
-    caplog.set_level(logging.INFO, "flowfabric.engine")
+    caplog.set_level(logging.INFO, "flowfabric")
     with acting_as("ada@example.com"):
         await backend.leases.revoke_lease(handle.execution_id, reason="stuck")
         await backend.executions.cancel_execution(handle.execution_id, "no longer wanted")
@@ -56,7 +56,7 @@ async def test_operator_calls_name_their_caller(engine: Engine, caplog: Records)
 @pytest.mark.parametrize("way", ["complete", "fail", "delay", "claim"])
 async def test_every_override_is_logged(engine: Engine, caplog: Records, way: str) -> None:
     backend = engine.backend
-    caplog.set_level(logging.INFO, "flowfabric.engine")
+    caplog.set_level(logging.INFO, "flowfabric")
     if way == "claim":
         execution_id = await engine.create()
         await backend.claims.issue_grant_and_claim(execution_id, lease_duration_ms=1000)
@@ -80,7 +80,7 @@ async def test_every_override_is_logged(engine: Engine, caplog: Records, way: st
 
 async def test_a_refused_override_is_logged_too(engine: Engine, caplog: Records) -> None:
     execution_id = await engine.create()
-    caplog.set_level(logging.INFO, "flowfabric.engine")
+    caplog.set_level(logging.INFO, "flowfabric")
     with pytest.raises(EngineError):
         await engine.backend.executions.complete_execution(execution_id, source="operator_override")
     (call,) = said(caplog, "operator_call")
@@ -100,7 +100,7 @@ async def test_without_a_name_the_account_of_the_process_acts() -> None:
 async def test_every_end_is_logged_once(engine: Engine, caplog: Records) -> None:
     backend = engine.backend
     handles = [await engine.running(policy=POLICY) for _ in range(6)]
-    caplog.set_level(logging.INFO, "flowfabric.engine")
+    caplog.set_level(logging.INFO, "flowfabric")
     await backend.executions.complete(handles[0], b"result")
     await backend.executions.complete_many(
         [Completion(handles[1], b"r"), Completion(handles[1], b"r")][:1]
@@ -127,7 +127,7 @@ async def test_every_end_is_logged_once(engine: Engine, caplog: Records) -> None
 
 async def test_ends_by_timers_are_logged(engine: Engine, caplog: Records) -> None:
     handle = await engine.running(policy={"timeout_policy": {"attempt_timeout_ms": 1000}})
-    caplog.set_level(logging.INFO, "flowfabric.engine")
+    caplog.set_level(logging.INFO, "flowfabric")
     tag, ids = handle.execution_id.tag, [str(handle.execution_id)]
     await engine.backend.upkeep.expire_execution(tag, ExpireReason.ATTEMPT_TIMEOUT, ids)
     assert said(caplog, "execution_ended") == []
@@ -153,7 +153,7 @@ async def test_a_reclaim_at_the_cap_is_an_end(engine: Engine, caplog: Records) -
     handle = await engine.running(policy={"max_reclaim_count": 0})
     await engine.advance(TTL + 1)
     await mark(engine, handle.execution_id)
-    caplog.set_level(logging.INFO, "flowfabric.engine")
+    caplog.set_level(logging.INFO, "flowfabric")
     await engine.backend.claims.issue_reclaim_grant(
         handle.execution_id, worker_id="w", worker_instance_id="w-2"
     )
@@ -165,7 +165,7 @@ async def test_reading_a_token_is_audited(engine: Engine, caplog: Records) -> No
     waits = await Waits.open(engine)
     parked = await waits.park()
     where = parked.handle.execution_id, parked.details.waitpoint_id
-    caplog.set_level(logging.DEBUG, "flowfabric.engine")
+    caplog.set_level(logging.DEBUG, "flowfabric")
     with acting_as("ada"):
         token = await engine.backend.signals.read_waitpoint_token(*where)
         assert await engine.backend.signals.read_waitpoint_token(where[0], new_uuid()) is None
@@ -188,7 +188,7 @@ async def test_closing_a_waitpoint_as_an_operator_is_audited(
     handle = await engine.running()
     backend = engine.backend
     mine, other = [await backend.waitpoints.create_waitpoint(handle, "k", 60_000) for _ in range(2)]
-    caplog.set_level(logging.INFO, "flowfabric.engine")
+    caplog.set_level(logging.INFO, "flowfabric")
     eid = handle.execution_id
     await backend.waitpoints.close_waitpoint(eid, mine.waitpoint_id, handle=handle)
     await backend.waitpoints.close_waitpoint(eid, other.waitpoint_id, "abandoned")
@@ -201,7 +201,7 @@ async def test_rotating_the_secret_is_audited(engine: Engine, caplog: Records) -
     await Waits.open(engine)
     backend, secret = engine.backend, "cd" * 32
     await backend.secrets.rotate_waitpoint_hmac_secret(3, "k2", "ef" * 32)
-    caplog.set_level(logging.INFO, "flowfabric.engine")
+    caplog.set_level(logging.INFO, "flowfabric")
     with acting_as("ada"):
         summary = await backend.secrets.rotate_waitpoint_hmac_secret_all("k2", secret)
     assert summary.failed == (3,)

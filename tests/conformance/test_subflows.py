@@ -27,7 +27,8 @@ async def test_a_subflow_runs_between_its_neighbours(engine: Engine) -> None:
     sub = await child(flow, "x>y")
     assert await flow.state("s") == NEVER_CLAIMED
     assert await flow.claim() == ["a"]
-    assert (await sub.snapshot()).held
+    waiting = await sub.snapshot()
+    assert (waiting.held, waiting.awaits_parent) == (False, True)
     await flow.end("a")
     assert await flow.claim() == ["x"]
     await flow.end("x")
@@ -374,10 +375,50 @@ async def test_members_that_cannot_run_again_fail_the_subflow_again(engine: Engi
     assert await flow.states() == {"s": "failed", "x": "failed"}
 
 
-async def test_a_cancelled_subflow_is_replaced(engine: Engine) -> None:
+@pytest.mark.parametrize("how", ["skipped", "cancelled", "flow cancelled"])
+@pytest.mark.parametrize("spread", [False, True])
+async def test_a_subflow_that_was_cancelled_runs_from_its_start(
+    engine: Engine, how: str, spread: bool
+) -> None:
+    flow = await parent(engine, "a>s>z")
+    sub = await child(flow, "x>y x>v", spread=spread)
+    await drained(engine, flow, sub)
+    if how == "skipped":
+        await flow.end("a", "failed")
+    else:
+        await flow.end("a")
+        await drained(engine, flow, sub)
+        await sub.end("x")
+        assert await sub.claim() == ["v", "y"]
+    if how == "cancelled":
+        await flow.end("s", "cancelled")
+    elif how == "flow cancelled":
+        await engine.backend.flows.cancel_flow(sub.flow_id)
+    await drained(engine, flow, sub)
+    assert (await sub.snapshot()).public_flow_state == "cancelled"
+    await engine.backend.flows.replay_flow(flow.flow_id, failed_only=False)
+    await drained(engine, flow, sub)
+    flow.claims.clear()
+    sub.claims.clear()
+    if how == "skipped":
+        assert await flow.claim() == ["a"]
+        await flow.end("a")
+        await drained(engine, flow, sub)
+    assert await sub.claim() == ["x"]
+    for key in "xyv":
+        assert await flow.state("s") == NEVER_CLAIMED
+        await sub.end(key)
+    await drained(engine, flow, sub)
+    assert (await sub.snapshot()).public_flow_state == "open"
+    assert await flow.state("s") == "completed"
+    assert await flow.claim() == ["z"]
+
+
+async def test_a_deleted_subflow_is_replaced(engine: Engine) -> None:
     flow = await parent(engine, "s")
     first = await child(flow, "x")
     await engine.backend.executions.cancel_execution(flow.nodes["s"])
+    await engine.backend.flows.delete_flow(first.flow_id)
     await engine.backend.executions.replay_execution(flow.nodes["s"])
     assert await flow.state("s") == NEVER_CLAIMED
     del flow.nodes["x"]

@@ -136,6 +136,34 @@ async def test_worker_events_of_one_namespace(engine: Engine) -> None:
         assert [event.worker_instance_id for event in await take(feed, 1)] == ["w-2"]
 
 
+async def test_worker_events_among_others_resume_strictly_after_their_cursor(
+    engine: Engine,
+) -> None:
+    backend = engine.backend
+    for namespace in ("default", "other"):
+        await backend.workers.register_worker(
+            worker_id="w", worker_instance_id=f"{namespace}-0", lanes=["l"], namespace=namespace
+        )
+    async with await backend.events.subscribe(["worker", "completion"]) as feed:
+        await backend.workers.mark_worker_dead("default-0")
+        await backend.workers.mark_worker_dead("other-0", "other")
+        cancelled = await engine.create()
+        await backend.executions.cancel_execution(cancelled)
+        first, *rest = await take(feed, 3)
+    assert {(e.type, e.namespace, e.execution_id) for e in (first, *rest)} == {
+        ("worker_dead", "default", None),
+        ("worker_dead", "other", None),
+        ("completion", "default", cancelled),
+    }
+    async with await backend.events.subscribe(["worker", "completion"], first.cursor) as feed:
+        again = await take(feed, 2)
+    assert {event.event_id for event in again} == {event.event_id for event in rest}
+    # Without worker events, the cursor of a subscription with them fits nothing.
+    last = max(event.cursor for event in rest)
+    await refused(backend.events.subscribe(["completion"], last), "invalid_cursor")
+    await refused(backend.events.subscribe(["worker"], group="g"), "invalid_input")
+
+
 async def test_an_event_of_two_families_is_delivered_once(engine: Engine) -> None:
     backend = engine.backend
     async with await backend.events.subscribe(["completion", "lease", "operator"]) as feed:
@@ -168,7 +196,7 @@ async def test_every_type_is_in_its_families(engine: Engine) -> None:
         assert [event.type for event in await take(feed, len(types))] == types
 
 
-@pytest.mark.parametrize("families", ["completion", ["worker"], ["nothing"], [5], None])
+@pytest.mark.parametrize("families", ["completion", ["nothing"], [5], None])
 async def test_families_that_there_are_not(engine: Engine, families: Any) -> None:
     await refused(engine.backend.events.subscribe(families), "invalid_input")
 

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    [
+        *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+        *(page for folder in ("docs", "examples") for page in (ROOT / folder).rglob("*.md")),
+    ]
+)
 
 _fence = re.compile(r"^```(\w*)\s*$")
 _file_name = re.compile(r"# (\w+\.py)\n")

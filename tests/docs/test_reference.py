@@ -8,7 +8,7 @@ from pathlib import Path
 import flowfabric
 from flowfabric import testing
 from flowfabric.scanners.settings import INTERVALS_S
-from tests.docs.markdown import PAGES, ROOT, blocks, code_of, name_of
+from tests.docs.markdown import PAGES, ROOT, code_of, name_of
 from tests.docs.scratch import run_python
 from tests.project.checkout import SOURCE, modules
 
@@ -52,13 +52,15 @@ def test_commands_in_the_pages_exist() -> None:
 
 
 def test_options_in_the_pages_exist() -> None:
-    helps = " ".join(block.text for block in blocks(COMMAND_LINE))
-    unknown = [
-        f"{name_of(page)}: {option}"
-        for page in PAGES
-        for text in code_of(page)
-        if "flowfabric " in text
-        for option in re.findall(r"(?<=\s)--[a-z-]+", text)
-        if option not in helps
-    ]
+    """Each option belongs to the command that it is used with."""
+    parts = re.split(r"^##+ flowfabric (.+)$", COMMAND_LINE.read_text(), flags=re.MULTILINE)
+    helps = dict(zip(parts[1::2], parts[2::2], strict=True))
+    unknown: list[str] = []
+    for page in PAGES:
+        text = "\n".join(code_of(page)).replace("\\\n", " ")
+        for first, second, rest in re.findall(r"flowfabric (\w[\w-]*)( [\w-]+)?([^|)&\n]*)", text):
+            name = first + second if first + second in helps else first
+            used = re.findall(r"(?<=\s)--[a-z-]+", second + rest)
+            known = re.findall(r"--[a-z-]+", helps.get(name, ""))
+            unknown += [f"{name_of(page)}: {name} {each}" for each in used if each not in known]
     assert unknown == []

@@ -23,7 +23,7 @@ from flowfabric.core.contracts.flows import (
     Quorum,
 )
 from flowfabric.core.contracts.leases import Handle
-from flowfabric.core.graph import edge_id, node_id
+from flowfabric.core.graph import edge_id, node_id, ordered
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import flow_partition
 from flowfabric.core.policy import parse_policy
@@ -213,12 +213,12 @@ class FlowLives(RuleBasedStateMachine):
         return self.rng.choice(holders) if holders else None
 
     def grow(self, nodes: Any, edges: Any) -> None:
-        """The model gets what the engine got."""
-        for node in nodes:
+        """The model gets what the engine got, in the order in which members join."""
+        inbound = {node.key: [edge for edge in edges if edge.to == node.key] for node in nodes}
+        for node in ordered(nodes, inbound):
             mine = [
                 Edge(edge_id(FLOW, edge), edge.frm, edge.to, edge.kind)
-                for edge in edges
-                if edge.to == node.key
+                for edge in inbound[node.key]
             ]
             self.model.add(node.key, node.join, mine, node.execution_deadline_at)
 

@@ -36,6 +36,8 @@ class Member:
     revoked: bool = False
     delay_until: int = 0
     deadline: int | None = None
+    ran: bool = False
+    """Whether an attempt was running, or paused, when it ended."""
 
     @property
     def ended(self) -> bool:
@@ -122,6 +124,7 @@ class FlowModel:
         self._cascade(work)
 
     def _end(self, member: Member, state: str, work: deque[str]) -> None:
+        member.ran = member.paused or member.state in ("active", "suspended")
         member.state = state
         member.held = member.paused = member.revoked = False
         work.append(member.key)
@@ -297,7 +300,7 @@ class FlowModel:
         return "cancelled"
 
     def release(self) -> str:
-        if self.policy:
+        if self.policy and self.held:
             return "flow_already_terminal"
         self.held = False
         for member in self.members.values():
@@ -339,12 +342,18 @@ class FlowModel:
             return "max_replays_exhausted"
         if self.policy:
             return "flow_already_terminal"
-        unmet = self.counted(member.key)[2]
-        return "deps_not_satisfied" if member.state == "skipped" and strict and unmet else None
+        unmet = strict and self._waits_again(member) and self.counted(member.key)[2]
+        return "deps_not_satisfied" if unmet else None
+
+    def _waits_again(self, member: Member) -> bool:
+        """Whether it never got past its dependencies."""
+        if self.counted(member.key)[0] == 0:
+            return False
+        return member.state == "skipped" or (not member.ran and member.group != "satisfied")
 
     def _run_again(self, member: Member, upstream: str = "") -> None:
         """`upstream`: it waits for the new run of this one, whatever that decided before."""
-        waits = self.counted(member.key)[0] > 0 and (upstream or member.state == "skipped")
+        waits = upstream or self._waits_again(member)
         member.runs, member.replayed = member.runs + 1, True
         member.retries = member.delay_until = 0
         member.deadline = None
@@ -383,10 +392,10 @@ class FlowModel:
                 decided = edge.state in ("satisfied", "impossible")
                 child = self.members[edge.to]
                 reopened = child.replayed and child.group == "satisfied" and not child.ended
-                if not decided or upstream.runs <= edge.run:
+                if edge.state == "staged" or (decided and upstream.runs <= edge.run):
                     # What the new run decided stands.
                     continue
-                if child.state == "waiting_children" or reopened:
+                if decided and (child.state == "waiting_children" or reopened):
                     child.group = self._open(child.key, [edge])
                     if child.group == "pending":
                         child.state, child.held = "waiting_children", False

@@ -7,6 +7,7 @@ any that ever was, so that refusals are compared too.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -43,9 +44,14 @@ STORED = {policy: stored(policy) for policy in POLICIES}
 
 anything = st.integers(0, 11)
 workers = st.integers(1, 2)
+namespaces = st.sampled_from(["default", "default", "acme"])
 ANY, KNOWING = Offer(gpu=True), Offer(gpu=True, tasks=("job", "other"), no_others=True)
 OFFERS = [ANY, ANY, KNOWING, KNOWING, Offer(), Offer(gpu=True, tasks=("job",))]
-offers = st.sampled_from([*OFFERS, Offer(gpu=True, tasks=("other",), no_others=True)])
+offers = st.builds(
+    replace,
+    st.sampled_from([*OFFERS, Offer(gpu=True, tasks=("other",), no_others=True)]),
+    serves=namespaces,
+)
 
 
 def eligible(held: Execution) -> bool:
@@ -87,7 +93,9 @@ def delayed(held: Execution) -> bool:
 def wanted(worker: int, offer: Offer) -> ClaimRequest:
     gpu = ("gpu",) if offer.gpu else ()
     csv = offered_csv(gpu, offer.tasks, no_others=offer.no_others)
-    return ClaimRequest("default", f"w{worker}", f"w{worker}-1", capabilities=csv)
+    return ClaimRequest(
+        *("default", f"w{worker}", f"w{worker}-1"), capabilities=csv, namespaces=(offer.serves,)
+    )
 
 
 def granted(offer: Offer) -> dict[str, Any]:
@@ -103,6 +111,7 @@ class Lives(RuleBasedStateMachine):
         super().__init__()
         self.harness.reset()
         self.backend = self.harness.backend
+        self.backend.places.known_namespaces.clear()
         self.model = Model(T0)
         self.tag = ExecutionId.solo("default", self.backend.counts).tag
         self.observer = Observer(self.backend, self.tag)
@@ -144,18 +153,19 @@ class Lives(RuleBasedStateMachine):
     @initialize(policies=st.lists(st.sampled_from(POLICIES), min_size=2, max_size=3))
     def begin(self, policies: list[Policy]) -> None:
         for policy in policies:
-            self.submit(policy, 0, None)
+            self.submit(policy, 0, None, "default")
 
     @precondition(lambda self: len(self.known) < MAX_EXECUTIONS)
     @rule(
         policy=st.sampled_from(POLICIES),
         priority=st.sampled_from([0, 0, 1, 9000]),
         delay=st.sampled_from([None, None, -5, 1000]),
+        namespace=namespaces,
     )
-    def create(self, policy: Policy, priority: int, delay: int | None) -> None:
-        self.submit(policy, priority, delay)
+    def create(self, policy: Policy, priority: int, delay: int | None, namespace: str) -> None:
+        self.submit(policy, priority, delay, namespace)
 
-    def submit(self, policy: Policy, priority: int, delay: int | None) -> None:
+    def submit(self, policy: Policy, priority: int, delay: int | None, namespace: str) -> None:
         # Not random: ids decide between equals, and an example must run the same way twice.
         count = len(self.known)
         uuid = f"{count * 2654435761 % 2**32:08x}-0000-4000-8000-{count:012x}"
@@ -164,12 +174,13 @@ class Lives(RuleBasedStateMachine):
         new = NewExecution(
             execution_id=execution_id,
             execution_kind="job",
+            namespace=namespace,
             priority=priority,
             delay_until=until,
             policy=STORED[policy],
         )
         outcome = self.answer(self.backend.executions.create_execution(new))
-        expected = self.model.create(execution_id, policy, priority, until)
+        expected = self.model.create(execution_id, policy, priority, until, namespace)
         if isinstance(outcome, Created):
             self.known.append(execution_id)
             outcome = outcome.public_state.value

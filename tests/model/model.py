@@ -58,11 +58,16 @@ class Model:
     # --- creating ---------------------------------------------------------------------
 
     def create(
-        self, execution_id: ExecutionId, policy: Policy, priority: int, delay_until: int | None
+        self,
+        execution_id: ExecutionId,
+        policy: Policy,
+        priority: int,
+        delay_until: int | None,
+        namespace: str,
     ) -> str:
         if self.lane_state in ("draining", "disabled"):
             return "lane_not_accepting"
-        made = Execution(execution_id, self.now, priority, policy)
+        made = Execution(execution_id, self.now, priority, policy, namespace)
         if delay_until is not None and delay_until > self.now:
             made.code, made.delay_until = NEW_DELAYED, delay_until
         if policy.lifetime_ms:
@@ -108,7 +113,7 @@ class Model:
 
     def _claimable(self, held: Execution, offer: Offer) -> str | None:
         """How it can be taken now, if it can."""
-        if not self._covered(held, offer):
+        if held.namespace != offer.serves or not self._covered(held, offer):
             return None
         if held.grant_until is not None and held.grant_until >= self.now:
             return None

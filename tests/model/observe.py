@@ -14,7 +14,7 @@ from tests.model.model import Model
 from tests.model.parts import LEASED, Execution
 from tests.support.state_rules import violations
 
-_NO_INDEX = (":sigs", ":config", "all_executions")
+_NO_INDEX = (":sigs", ":config", ":placed", "all_executions")
 _LIVE_ATTEMPT = {"created", "started", "suspended"}
 
 

@@ -49,6 +49,8 @@ class Offer:
     gpu: bool = False
     tasks: tuple[str, ...] = ()
     no_others: bool = False
+    serves: str = "default"
+    """Its one namespace, which counts for claims without a grant."""
 
 
 @dataclass
@@ -84,6 +86,7 @@ class Execution:
     created_at: int
     priority: int
     policy: Policy
+    namespace: str = "default"
     code: str = NEW
     delay_until: int | None = None
     deadline: int | None = None
@@ -131,7 +134,8 @@ class Execution:
             "terminal": (self.completed_at or 0) + RETENTION_MS,
         }
         tokens = ["gpu"] * self.policy.needs_gpu + ["task:job"] * self.waits_for_task
-        signature = ",".join(tokens)
+        prefix = "" if self.namespace == "default" else f"{self.namespace} "
+        signature = prefix + ",".join(tokens)
         needs = f":{signature}" if signature else ""
         own = f"eligible{needs}" if suffix == "eligible" else suffix
         held: dict[str, float | None] = {f"lane:default:{own}": scores[suffix]}

@@ -21,7 +21,7 @@ _DEFINITION = re.compile(
 )
 _ERROR = re.compile(r"\breply\.(?:err|refuse)\('(\w+)'")
 _EVENT = re.compile(
-    r"\b(?:events\.emit(?:_lease|_flow)?|workers\.event)\(\w+, (?:[\w.()]+, )?'(\w+)'"
+    r"\b(?:events\.emit(?:_lease|_flow|_operator)?|workers\.event)\([\w.]+, (?:[\w.()]+, )?'(\w+)'"
 )
 # Every call ends with `flow.settle`, but it reports something only if the call did one of these.
 _SETTLE = "flow.settle"
@@ -157,7 +157,7 @@ def positions_in(block: Block) -> set[int]:
         offsets = re.findall(r"\bargs\[first(?: \+ (\d+))?\]", helpers()[name].code)
         found |= {int(first) + int(offset or 0) for offset in offsets}
     # Helpers that get all arguments, and those that register the function.
-    passed = re.findall(r"\b(\w+\.\w+)\([^()]*\bargs\)|\b(\w+\.register_function)\(", block.code)
+    passed = re.findall(r"\b(\w+\.\w+)\([^()]*\bargs\)|\b(\w+\.register_\w+)\(", block.code)
     for name in {name for pair in passed for name in pair if name}:
         found |= positions_in(helpers()[name])
     return found

@@ -11,7 +11,7 @@ import pytest
 from tests.project.checkout import SOURCE, modules, name_of
 
 LAYERS = (
-    *("core", "valkey", "lua", "engine", "scheduler", "scanners"),
+    *("core", "valkey", "lua", "engine", "observability", "scheduler", "scanners"),
     *("sdk", "app", "testing", "bench", "server", "cli"),
 )
 FACADE = LAYERS.index("app")

@@ -108,7 +108,7 @@ def test_header(path: Path) -> None:
 
 @each_function
 def test_one_function_a_file_named_like_it(path: Path) -> None:
-    registered = re.findall(r"\bregister(?:_function)?\('(\w+)'", path.read_text())
+    registered = re.findall(r"\bregister(?:_\w+)?\('(\w+)'", path.read_text())
     assert registered == [path.stem]
 
 

@@ -15,7 +15,14 @@ from flowfabric.engine.valkey import keys
 from flowfabric.scanners import ScannerFilter
 from flowfabric.scanners.base import ScanResult
 from tests.support.engine import Engine
-from tests.support.flows import TestFlow, graph, set_units, submitted, without_followups
+from tests.support.flows import (
+    TestFlow,
+    graph,
+    set_counters,
+    set_units,
+    submitted,
+    without_followups,
+)
 from tests.support.scanning import break_record, idle, running, until
 from tests.support.subflows import child, parent
 
@@ -387,8 +394,7 @@ async def test_drift_of_counters_is_repaired_and_told(
     supervisor = idle(engine)
     assert await supervisor.scan_once("flow_projector") == ScanResult()
     assert await engine.digest() == before
-    key = keys.flow(flow.tag, flow.flow_id)
-    await engine.backend.transport.call("HSET", key, "members_waiting", "7", "live", "0")
+    await set_counters(engine, flow.flow_id, members_waiting=7, live=0)
     assert await supervisor.scan_once("flow_projector") == ScanResult(processed=1)
     assert (await flow.snapshot()).members == await flow.recount()
     (record,) = told(caplog, "flow_repaired")
@@ -454,15 +460,12 @@ async def test_a_cancelled_flow_without_members_is_deleted(engine: Engine) -> No
 async def test_the_projector_comes_round_to_every_flow(engine: Engine) -> None:
     flows = [await submitted(engine, "a") for _ in range(130)]
     for flow in flows:
-        key = keys.flow(flow.tag, flow.flow_id)
-        await engine.backend.transport.call("HSET", key, "members_waiting", "2")
+        await set_counters(engine, flow.flow_id, members_waiting=2)
     runner = idle(engine)._runners["flow_projector"]
     # Repairs do not count against what a cycle may look at.
     assert (await runner.cycle()).processed == 130
     last = max(flows, key=lambda flow: (flow.tag, flow.flow_id))
-    await engine.backend.transport.call(
-        "HSET", keys.flow(last.tag, last.flow_id), "members_waiting", "2"
-    )
+    await set_counters(engine, last.flow_id, members_waiting=2)
     assert [(await runner.cycle()).processed for _ in range(2)] == [0, 1]
 
 

@@ -137,12 +137,13 @@ async def test_a_signature_that_its_lane_forgot(engine: Engine) -> None:
     sigs = keys.lane(execution_id.tag, "default", "sigs")
     await engine.backend.transport.call("DEL", sigs)
     assert await engine.claim_all(capabilities=["gpu"]) == []
-    await engine.backend.transport.call("DEL", keys.wake("default"))
+    bell = keys.bell("default", "gpu")
+    await engine.backend.transport.call("DEL", keys.wake(bell))
     reconcile = engine.backend.upkeep.reconcile_execution_index
     verdicts = await reconcile(execution_id.tag, [execution_id], "check")
     assert verdicts == ["drifted:eligible none>sigs"]
     await reconcile(execution_id.tag, [execution_id], "repair")
-    assert await rings(engine) == [str(execution_id.partition).encode()]
+    assert await rings(engine, bell) == [str(execution_id.partition).encode()]
     assert len(await engine.claim_all(capabilities=["gpu"])) == 1
 
 
@@ -205,13 +206,19 @@ async def test_the_score_of_a_suspension(engine: Engine, timed: bool) -> None:
 
 
 async def test_another_weight_of_priorities_scores_the_lane_anew(engine: Engine) -> None:
-    """What waits was scored with the old one."""
-    execution_id = await engine.create(priority=5)
+    """What waits was scored with the old one; that is no drift while it is scored anew."""
+    execution_id, tag = await engine.create(priority=5), engine.new_id().tag
     await engine.backend.lanes.set_lane_config("default", priority_weight_ms=1000)
     created = int((await engine.backend.reads.read_execution_info(execution_id)).created_at)
     reconcile = engine.backend.upkeep.reconcile_execution_index
-    verdicts = await reconcile(execution_id.tag, [execution_id], "repair")
-    assert verdicts == ["repaired:eligible>eligible"]
+    assert await reconcile(tag, [execution_id], "repair") == ["consistent"]
+    lost = await engine.create(priority=7)
+    await engine.backend.transport.call("ZREM", keys.eligible(tag, "default"), lost)
+    assert await reconcile(tag, [lost], "repair") == ["repaired:none>eligible"]
+    assert ((await everywhere(engine, lost))["lane:default:eligible"] or created) < created
+    # Once the marks are gone, a wrong score is drift again.
+    await engine.backend.transport.call("DEL", keys.index(tag, "rescore"))
+    assert await reconcile(tag, [execution_id], "repair") == ["repaired:eligible>eligible"]
     assert (await everywhere(engine, execution_id))["lane:default:eligible"] == created - 5000
 
 

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 import logging
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -10,7 +11,7 @@ from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.state import PublicState
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.scanners import index_reconciler
+from flowfabric.scanners import base, index_reconciler
 from flowfabric.scanners.base import Cycle, ScanResult
 from flowfabric.scanners.index_reconciler import IndexReconciler
 from flowfabric.scanners.watch import TerritoryMap
@@ -147,6 +148,26 @@ async def test_pages_and_budget_rotate_over_everything(
     repaired = [(await _cycle(reconciler, engine.backend)).processed for _ in range(4)]
     assert repaired == [0, 150, 150, 100]
     assert len(await members(engine, tag, "lane:default:eligible")) == 400
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+async def test_an_audit_leaves_the_server_to_others(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, *, thorough: bool
+) -> None:
+    class CountedStop(asyncio.Event):
+        waits = 0
+
+        async def wait(self) -> Literal[True]:
+            self.waits += 1
+            return True
+
+    monkeypatch.setattr(base, "_WORK_AT_A_TIME_S", 0.0)
+    monkeypatch.setattr(index_reconciler, "_PAGE", 2)
+    for _ in range(5):
+        await engine.create()
+    stop, territory = CountedStop(), await TerritoryMap(engine.backend, 0).current()
+    await IndexReconciler().scan(Cycle(engine.backend, territory, stop=stop, thorough=thorough))
+    assert (stop.waits >= 3) is not thorough, "it rests after each page, unless asked to hurry"
 
 
 async def test_all_partitions_get_their_turn(

@@ -204,7 +204,7 @@ async def test_declared_lanes_are_registered_and_stay(
     await engine.backend.places.register_places({"{fp:7}": ["mail"]})
     await engine.advance(MINUTE_MS + 1)
     assert await sweep(engine) == ["default", "mail", "night shift"]
-    assert await engine.backend.lanes.get_lane("mail") == LaneSettings(lane_id="mail")
+    assert await engine.backend.lanes.read_settings(["mail"]) == [LaneSettings(lane_id="mail")]
 
 
 @pytest.mark.parametrize(

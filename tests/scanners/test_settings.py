@@ -17,6 +17,7 @@ def test_the_intervals_of_the_specification() -> None:
         "suspension_timeout": 2.0,
         "pending_wp_expiry": 5.0,
         "doorbell": 2.0,
+        "lane_rescore": 1.0,
         "cascade_drain": 1.0,
         "cancel_reconciler": 15.0,
         "dependency_reconciler": 15.0,
@@ -25,7 +26,13 @@ def test_the_intervals_of_the_specification() -> None:
         "flow_projector": 15.0,
         "index_reconciler": 45.0,
         "retention_trimmer": 60.0,
+        "quota_reconciler": 30.0,
+        "budget_reset": 15.0,
+        "budget_reconciler": 30.0,
+        "route_unblocker": 5.0,
+        "unblock": 5.0,
         "worker_sweeper": 30.0,
+        "worker_drain": 5.0,
     }
     assert settings.filter.is_empty
     assert settings.events_retention_ms == 86_400_000

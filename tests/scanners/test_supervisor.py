@@ -240,6 +240,29 @@ async def test_an_outage_within_a_cycle_is_an_outage_too(
     assert [r.__dict__["action"] for r in _said(caplog)] == ["outage_began", "outage_ended"]
 
 
+async def test_a_cycle_that_reads_nothing_does_not_end_an_outage(
+    valkey: TestServer, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with FaultProxy(valkey.socket_path) as proxy:
+        backend = await ValkeyBackend.connect(parse_url(proxy.url), request_timeout=0.05)
+        async with backend:
+            runner = ScannerSupervisor(backend, GATED)._runners["index_reconciler"]
+            scanner = runner.scanner = _CutOff()
+            await runner.cycle()
+            proxy.down()
+            scanner.lost = False
+            await runner.cycle()
+            assert [r.__dict__["action"] for r in _said(caplog)] == ["outage_began"]
+            proxy.up()
+            await until(lambda: _cycled_well(runner))
+            assert [r.__dict__["action"] for r in _said(caplog)] == ["outage_began", "outage_ended"]
+
+
+async def _cycled_well(runner: Any) -> bool:
+    return not (await runner.cycle()).errors
+
+
 def _said(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     """What scanners said of their trouble; the counts of their cycles are not in it."""
     actions = {"scanner_failure", "outage_began", "scanner_recovered", "outage_ended"}

@@ -135,3 +135,25 @@ async def test_an_unreadable_index_concerns_its_own_scanner_only(engine: Engine)
         )
         assert await watch.idle_since("delayed_promoter", territory) is not None
     await engine.backend.transport.call("DEL", key)
+
+
+async def test_many_lanes_take_turns_in_one_command(engine: Engine) -> None:
+    """However many indexes there are, a look needs one command more than its own indexes do."""
+    scanners = {each.name: each for each in due_scanners(engine.backend)}
+    watch = DueWatch(engine.backend, {name: s.indexes for name, s in scanners.items()}, 60.0)
+    lanes = frozenset(f"lane-{number}" for number in range(30))
+    territory: Territory = {f"{{fp:{number}}}": lanes for number in range(60)}
+    for scanner in scanners.values():
+        watch.learn_absent(scanner.indexes(territory))
+    before = await _commands(engine.backend)
+    seen = await watch.idle_since("lease_expiry", territory)
+    assert seen is not None
+    assert await _commands(engine.backend) == before + 2
+    # Others were asked for in the same command, as far as they had room.
+    others = {name for name in scanners if name != "lease_expiry"}
+    asked = {name for name in others if await watch.idle_since(name, territory, seen - 1) == seen}
+    assert asked
+    delayed = await engine.create(lane="lane-1", delay_until=await engine.now() + 60_000)
+    territory = {**territory, delayed.tag: lanes}
+    watch.learn_absent(scanners["delayed_promoter"].indexes(territory))
+    assert await watch.idle_since("delayed_promoter", territory) is None

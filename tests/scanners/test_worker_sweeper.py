@@ -32,7 +32,7 @@ async def expire(engine: Engine, *instances: str) -> None:
 
 
 async def indexed(engine: Engine) -> set[bytes]:
-    found: Any = await engine.backend.transport.call("SMEMBERS", keys.workers(NAMESPACE))
+    found: Any = await engine.backend.transport.call("HKEYS", keys.workers(NAMESPACE))
     return set(found)
 
 
@@ -50,6 +50,7 @@ async def test_expired_workers_leave_the_index(engine: Engine) -> None:
     assert await indexed(engine) == {b"b"}
     told = [e for e in await feed(engine) if e.type == "worker_expired"]
     assert {event.get("worker_instance_id") for event in told} == {"a", "c"}
+    assert {event.get("worker_id") for event in told} == {"w"}
     assert await idle(engine).scan_once("worker_sweeper") == ScanResult()
 
 
@@ -64,7 +65,9 @@ async def test_a_worker_with_either_key_stays(engine: Engine) -> None:
 
 async def test_very_many_are_swept_in_parts(engine: Engine) -> None:
     many = [f"w-{number}" for number in range(1000)]
-    await engine.backend.transport.call("SADD", keys.workers(NAMESPACE), *many)
+    await engine.backend.transport.call(
+        "HSET", keys.workers(NAMESPACE), *(part for each in many for part in (each, "w"))
+    )
     await register(engine, "alive")
     assert await idle(engine).scan_once("worker_sweeper") == ScanResult(processed=1000)
     assert await indexed(engine) == {b"alive"}

@@ -59,6 +59,20 @@ async def test_only_what_the_worker_can_do_is_reserved(engine: Engine) -> None:
     assert await granted(grants, worker_capabilities=["gpu", "ssd"]) == min(gpu)
 
 
+async def test_only_of_its_namespace_or_of_all_in_turn(engine: Engine) -> None:
+    (plain,) = await submit(engine.backend)
+    noisy = sorted(await submit(engine.backend, 5, namespace="noisy"))
+    (quiet,) = await submit(engine.backend, namespace="quiet")
+    grants = WorkerGrants(engine.backend)
+    assert await granted(grants, namespace="noisy") == noisy[0]
+    assert await grants.claim_for_worker("default", "w", "w-1", namespace="none") == NoWork()
+    with pytest.raises(ValidationError, match="namespace"):
+        await grants.claim_for_worker("default", "w", "w-1", namespace="a:b")
+    found = [await granted(grants) for _ in range(6)]
+    assert set(found[:3]) == {plain, noisy[1], quiet}
+    assert found[3:] == noisy[2:]
+
+
 async def test_every_partition_is_reached(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Home first, then a window that moves on while workers ask."""
     grants = WorkerGrants(engine.backend)
@@ -112,3 +126,26 @@ async def test_bad_requests_are_refused(engine: Engine, changed: dict[str, Any],
     with pytest.raises(ValidationError) as caught:
         await WorkerGrants(engine.backend).claim_for_worker(**asked | changed)
     assert caught.value.code == code
+
+
+async def test_many_reservations_hide_nothing(engine: Engine) -> None:
+    """Whoever asks last still finds the last one, although all before it are reserved."""
+    ids = await submit(engine.backend, 40)
+    grants = WorkerGrants(engine.backend)
+    found = [await granted(grants, f"w-{number}") for number in range(40)]
+    assert sorted(found) == sorted(ids)
+    assert await grants.claim_for_worker("default", "w", "w-41") == NoWork()
+
+
+async def test_each_cycle_is_logged_for_debugging(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    await submit(engine.backend)
+    with caplog.at_level("DEBUG", "flowfabric.scheduler.grants"):
+        await granted(WorkerGrants(engine.backend))
+    (record,) = [each for each in caplog.records if vars(each).get("action") == "claim_cycle"]
+    said = vars(record)
+    assert (said["worker_instance_id"], said["partitions_hit"]) == ("w-1", 1)
+    assert said["partitions_visited"] == said["partitions_skipped"] + 1
+    assert 0 <= said["start_p"] < 256
+    assert said["elapsed_ms"] >= 0

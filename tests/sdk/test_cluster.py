@@ -40,7 +40,8 @@ async def test_idle_worker_wakes_at_once_wherever_work_appears(
         await Worker.connect(settings, opener(cluster.url)) as worker,
         serving(worker, {"job": work}) as runtime,
     ):
-        bell: Any = runtime._claiming._doorbell
+        claiming: Any = runtime._claiming
+        bell = claiming._doorbell
         await until(lambda: bell.connected and len(bell._conns) == 3, "three subscriptions")
         for partition in (None, 0, 100, 200, 255):
             (execution_id,) = await submit(client.backend, partition=partition, input_payload=b"x")

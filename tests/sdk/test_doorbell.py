@@ -6,12 +6,16 @@ import asyncio
 import time
 from typing import Any
 
-from flowfabric.engine.valkey.keys import wake
+import pytest
+
+from flowfabric.core.capabilities import Offer
+from flowfabric.engine.valkey.keys import bell, wake
 from flowfabric.sdk.runtime import WorkerRuntime
 from flowfabric.sdk.task import ClaimedTask
 from tests.sdk.conftest import MakeWorker
 from tests.support.engine import Engine
-from tests.support.sdk import serving, submit, until
+from tests.support.lua_keys import BELLS
+from tests.support.sdk import claims_of, serving, submit, until
 
 
 async def commands(engine: Engine) -> int:
@@ -43,7 +47,7 @@ async def test_idle_worker_costs_at_most_five_commands_a_second(
 ) -> None:
     """Doorbell, sweep, heartbeat and scanners together, while the bell stays silent twice."""
     worker = await make_worker(scanners=True)
-    lane = worker.claims.lanes["default"]
+    lane = claims_of(worker).lanes["default"]
     async with serving(worker, {"job": nothing}) as runtime:
         await until(sleeping(engine, 1), "an idle worker")
         # The first looks find out what there is to scan.
@@ -92,8 +96,77 @@ async def test_one_ring_wakes_one_worker(engine: Engine, make_worker: MakeWorker
     for wait in pending:
         wait.cancel()
     await asyncio.wait(pending)
-    for bell in bells:
-        await bell.aclose()
+    for listener in bells:
+        await listener.aclose()
+
+
+OFFERS = {
+    "plain": Offer("", ["default"]),
+    "gpu": Offer("gpu", ["default"]),
+    "both": Offer("cuda,gpu", ["default"]),
+    "acme": Offer("gpu", ["acme"]),
+    "all": Offer("", None),
+}
+GPU = {"routing_requirements": {"required_capabilities": ["gpu"]}}
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known bell", "new bell"])
+@pytest.mark.parametrize(
+    ("fields", "heard_by"),
+    [
+        ({"policy": GPU}, {"gpu", "both"}),
+        ({"policy": GPU, "namespace": "acme"}, {"acme"}),
+        ({"namespace": "acme"}, {"acme", "all"}),
+        ({"namespace": "other"}, {"all"}),
+        ({}, {"plain", "gpu", "both", "all"}),
+    ],
+    ids=["gpu", "gpu in acme", "acme", "other", "plain"],
+)
+async def test_a_ring_wakes_a_worker_that_can_take_the_work(
+    engine: Engine,
+    make_worker: MakeWorker,
+    fields: dict[str, Any],
+    heard_by: set[str],
+    *,
+    known: bool,
+) -> None:
+    """One that may, and nobody else. Those who listen already learn of a new bell."""
+    worker = await make_worker()
+    if known:
+        await submit(engine.backend, **fields)
+        await engine.claim_all(capabilities=["gpu"])
+        await engine.backend.transport.call("DEL", *await wakes(engine))
+    bells = {name: worker.backend.wakeups.listen(["default"]) for name in OFFERS}
+    waits: dict[asyncio.Task[Any], str] = {}
+    for number, (name, listener) in enumerate(bells.items()):
+        listener.hear(OFFERS[name])
+        waits[asyncio.create_task(listener.wait(30.0))] = name
+        await until(sleeping(engine, number + 1), "one more idle worker")
+    (execution_id,) = await submit(engine.backend, **fields)
+    (woken,), _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    assert waits[woken] in heard_by
+    assert woken.result() == [("default", execution_id.tag)]
+    await until(sleeping(engine, len(bells) - 1), "the others asleep")
+    for wait in waits:
+        wait.cancel()
+    await asyncio.wait(waits)
+    for listener in bells.values():
+        await listener.aclose()
+
+
+async def wakes(engine: Engine) -> list[Any]:
+    found: Any = await engine.backend.transport.call("KEYS", wake("*"))
+    return found
+
+
+async def test_a_bell_that_did_not_ring_for_an_hour_is_forgotten(engine: Engine) -> None:
+    """With its rings: its next one is news again."""
+    call = engine.backend.transport.call
+    await submit(engine.backend, policy=GPU)
+    await engine.advance(3_600_001)
+    await submit(engine.backend, namespace="acme")
+    assert await call("ZRANGE", BELLS, 0, -1) == [b"default\x1facme "]
+    assert await wakes(engine) == [wake(bell("default", "acme ")).encode()]
 
 
 async def test_ring_is_passed_on_to_the_worker_that_can_answer_it(
@@ -215,7 +288,7 @@ async def test_busy_worker_does_not_overlook_other_partitions(
 
     async def handler(task: ClaimedTask) -> None:
         seen.add(task.execution_id)
-        if not stop and task.execution_id.tag == worker.claims.lanes["default"].home:
+        if not stop and task.execution_id.tag == claims_of(worker).lanes["default"].home:
             await submit(engine.backend, 2)
 
     await submit(engine.backend, 20)

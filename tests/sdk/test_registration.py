@@ -17,7 +17,7 @@ from tests.sdk.conftest import MakeWorker
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
 from tests.support.scanning import idle
-from tests.support.sdk import config, serving, submit, until
+from tests.support.sdk import claims_of, config, serving, submit, until
 from tests.support.server import TestServer
 
 
@@ -62,7 +62,7 @@ async def test_live_worker_and_submitter_survive_the_loss(
         await until(lambda: runtime.summary.completed == 1, "the first")
         await lose(engine)
         await client.submit("job", lane="mail", delay_ms=100)
-        home = worker.claims.lanes["mail"].home
+        home = claims_of(worker).lanes["mail"].home
         await until(are_registered(engine, "mail", home), "the registration")
         await until(lambda: runtime.summary.completed == 2, "the delayed one")
         # Whoever claims registers lanes and partitions; the worker's heartbeat the namespace, too.
@@ -76,7 +76,7 @@ async def test_worker_registers_its_places_when_it_connects(
     await submit(engine.backend, lane="mail", delay_ms=1)
     await lose(engine)
     worker = await make_worker(scanners=True, lanes=["mail"])
-    assert await registered(engine) == ({"mail"}, {worker.claims.lanes["mail"].home})
+    assert await registered(engine) == ({"mail"}, {claims_of(worker).lanes["mail"].home})
     async with serving(worker, {"job": nothing}) as runtime:
         await until(lambda: runtime.summary.completed == 1, "the delayed one")
 
@@ -85,7 +85,7 @@ async def test_claim_registers_where_it_found_work(engine: Engine, make_worker: 
     await submit(engine.backend, partition=9)
     worker = await make_worker()
     await lose(engine)
-    (task,), _ = await worker.claims.claim_at("default", "{fp:9}", 1)
+    (task,), _ = await claims_of(worker).claim_at("default", "{fp:9}", 1)
     await until(are_registered(engine, "default", "{fp:9}"), "the registration")
     await task.complete()
 

@@ -27,7 +27,17 @@ from tests.sdk.conftest import MakeWorker
 from tests.support.engine import Engine
 from tests.support.flows import submitted
 from tests.support.proxy import FaultProxy
-from tests.support.sdk import config, opener, seeded, serving, state, submit, until, valkey_of
+from tests.support.sdk import (
+    claims_of,
+    config,
+    opener,
+    seeded,
+    serving,
+    state,
+    submit,
+    until,
+    valkey_of,
+)
 from tests.support.server import TestServer
 
 # --- settings -----------------------------------------------------------------------------
@@ -245,18 +255,18 @@ async def test_lost_claim_reply_gives_the_same_leases_again(
 ) -> None:
     await submit(engine.backend, 5)
     worker = await make_worker(proxy.url, valkey.url, max_concurrent_tasks=3)
-    home = worker.claims.lanes["default"].home
+    home = claims_of(worker).lanes["default"].home
     proxy.drop_next_reply(b"ff_claim_many")
-    tasks, more = await worker.claims.claim_at("default", home, 2)
+    tasks, more = await claims_of(worker).claim_at("default", home, 2)
     assert (len(tasks), more, {t.lease_epoch for t in tasks}) == (2, True, {1})
     for task in tasks:
         await task.complete()
     # Now so slow that the call gives up: the next one repeats the same request.
     with unanswered(worker, proxy):
-        await worker.claims.claim_at("default", home, 3)
+        await claims_of(worker).claim_at("default", home, 3)
     assert worker.free == 3
     taken = worker.claims.reserve(2)
-    again, more = await worker.claims.claim_at("default", home, 3)
+    again, more = await claims_of(worker).claim_at("default", home, 3)
     worker.claims.free += taken
     # Only one permit was left, so the other two leases were given back.
     assert (len(again), more, {t.lease_epoch for t in again}) == (1, False, {1})
@@ -320,9 +330,9 @@ async def test_what_another_worker_must_take_is_not_asked_for_again_and_again(
     assert task is not None
     await engine.backend.leases.revoke_lease(execution_id)
     worker = await make_worker()
-    worker.claims.lanes["default"].add(execution_id.tag)
+    claims_of(worker).lanes["default"].add(execution_id.tag)
     assert await worker.claim() is None
-    assert worker.claims.lanes.next() is None
+    assert claims_of(worker).lanes.next() is None
     await task.discard()
 
 
@@ -406,7 +416,7 @@ async def test_completing_a_member_claims_the_one_that_it_releases(
 ) -> None:
     flow = await submitted(engine, "a>b>c")
     worker = await make_worker(scanners=False, max_concurrent_tasks=1)
-    worker.claims.lanes["default"].add(flow.tag)
+    claims_of(worker).lanes["default"].add(flow.tag)
     (task,) = await worker.claim_many(1)
     for key in "bc":
         item = Completion(task.handle)
@@ -418,5 +428,5 @@ async def test_completing_a_member_claims_the_one_that_it_releases(
         (task,) = claimed()
         assert task.execution_id == flow.nodes[key]
         # No ring and no sweep led there.
-        assert not worker.claims.lanes["default"].hinted
+        assert not claims_of(worker).lanes["default"].hinted
     await task.complete()

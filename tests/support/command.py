@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ import msgspec
 
 from flowfabric.core.ids import ExecutionId
 from flowfabric.sdk.client import Client
+from tests.support import zygote
 
 COMMAND = Path(sys.executable).with_name("flowfabric")
 PATIENCE_S = 40
+_FORKED_WITH = ("FF_", "COLUMNS")
+"""Variables that a command reads when it runs; others already shape the start of Python."""
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -75,17 +79,27 @@ class Running:
         return Done(code, "\n".join(self.seen), "")
 
 
+@cache
+def _zygote() -> zygote.Zygote:
+    return zygote.Zygote(_clean_environment())
+
+
+def _clean_environment() -> dict[str, str]:
+    ours = ("FF_", "PYTHONUNBUFFERED")
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+
+
 class Cli:
     """The command with one environment and one current folder."""
 
     def __init__(self, folder: Path, **variables: str) -> None:
         self.folder = folder
-        ours = ("FF_", "PYTHONUNBUFFERED")
-        clean = {name: v for name, v in os.environ.items() if not name.startswith(ours)}
-        self.environment = clean | {"COLUMNS": "100"} | variables
+        self.environment = _clean_environment() | {"COLUMNS": "100"} | variables
 
     async def __call__(self, *arguments: str, **variables: str) -> Done:
         """Run it to its end."""
+        if "FF_URL" in self.environment and all(v.startswith(_FORKED_WITH) for v in variables):
+            return await self._fork(arguments, variables)
         process = await asyncio.create_subprocess_exec(
             COMMAND,
             *arguments,
@@ -103,6 +117,12 @@ class Cli:
                 process.kill()
                 await process.communicate()
         return Done(process.returncode or 0, out.decode(), err.decode())
+
+    async def _fork(self, arguments: tuple[str, ...], variables: dict[str, str]) -> Done:
+        environment = self.environment | variables
+        async with asyncio.timeout(PATIENCE_S):
+            code, out, err = await _zygote().run(arguments, self.folder, environment)
+        return Done(code, out.decode(), err.decode())
 
     @asynccontextmanager
     async def start(self, *arguments: str, **variables: str) -> AsyncGenerator[Running]:

@@ -94,12 +94,16 @@ class Engine:
         instance: str = "w-1",
         capabilities: Iterable[str] = (),
         tasks: Iterable[str] | None = None,
+        namespaces: Iterable[str] | None = None,
         ttl: int = TTL,
     ) -> ClaimRequest:
         """With `tasks`, the worker leaves all others to workers that know them."""
         known = caps.normalise(list(capabilities), "worker")
         csv = caps.offered_csv(known, tasks or (), no_others=tasks is not None)
-        return ClaimRequest(lane, worker, instance, capabilities=csv, lease_ttl_ms=ttl)
+        spaces = None if namespaces is None else tuple(namespaces)
+        return ClaimRequest(
+            *(lane, worker, instance), capabilities=csv, lease_ttl_ms=ttl, namespaces=spaces
+        )
 
     async def claim_all(self, max_n: int = 100, *, lane: str = LANE, **want: Any) -> list[Claim]:
         """Claim from the lane's own partition."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import msgspec
+
 from flowfabric.core.contracts.flows import (
     FlowGraph,
     FlowSnapshot,
@@ -18,7 +20,18 @@ from flowfabric.core.contracts.leases import Claim
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.partition import flow_partition
 from flowfabric.core.state import PublicState
+from flowfabric.engine.valkey import keys
+from flowfabric.engine.valkey.flow_records import COUNTERS
 from tests.support.engine import Engine
+
+
+async def set_counters(engine: Engine, flow_id: str, **numbers: int) -> None:
+    """Damage the stored counters of a flow."""
+    key = keys.flow(TestFlow.tag_of(engine, flow_id), flow_id)
+    packed: Any = await engine.backend.transport.call("HGET", key, "counters")
+    counters = dict(zip(COUNTERS, msgspec.msgpack.decode(packed), strict=True)) | numbers
+    packed = msgspec.msgpack.encode([*counters.values()])
+    await engine.backend.transport.call("HSET", key, "counters", packed)
 
 
 class TestFlow:
@@ -49,9 +62,9 @@ class TestFlow:
     async def claim(self) -> list[str]:
         """Claim everything that can run; returns the keys."""
         got = await self.backend.claims.claim_many(self.engine.want(), self.tag, 100)
-        keys = {execution_id: key for key, execution_id in self.nodes.items()}
+        names = {execution_id: key for key, execution_id in self.nodes.items()}
         # Other flows may be in the same partition.
-        own = {keys[each.execution_id]: each for each in got.claims if each.execution_id in keys}
+        own = {names[each.execution_id]: each for each in got.claims if each.execution_id in names}
         self.claims |= own
         return sorted(own)
 

@@ -25,18 +25,25 @@ _SIGNAL = re.compile(rf"^(?P<record>ff:signal:(?P<id>{_ID}):[0-9a-f-]{{36}})(:pa
 _INDEX = re.compile(
     r"^ff:idx:\{fp:\d+\}:(all_executions|lease_expiry|attempt_timeout|execution_deadline"
     r"|purge_backlog|flow_index|flow_due|cascade_(backlog|failed|poison)|pending_cancel_groups"
-    r"|release_backlog|reopen_backlog|replay_backlog|subflow_(outbox|parked)|cancel_backlog|suspension_timeout|pending_waitpoint_expiry|worker:\S+:leases"
-    r"|lane:[^:]+:(eligible(:.+)?|sigs|delayed|active|reclaimable(:.+)?|terminal|config|suspended"
+    r"|release_backlog|reopen_backlog|replay_backlog|subflow_(outbox|parked)|returns|cancel_backlog|suspension_timeout|pending_waitpoint_expiry|worker:\S+:leases"
+    r"|rescore|draining|lane:[^:]+:(eligible(:.+)?|sigs|delayed|active|reclaimable(:.+)?|terminal|config|placed|suspended"
     r"|blocked:\w+|claimed:.+))$"
 )
+_QUOTA = re.compile(
+    r"^(?P<record>ff:quota:\{q:\d+\}:[0-9a-f-]{36})"
+    r"(:window:requests_per_window|:guards|:admitted_set|:blocked)?$"
+)
 _OTHER = re.compile(
-    r"^(ff:config:partitions|ff:idx:(lanes|namespaces|partitions|\{ff:idx:lanes\}:places)|ff:lane:.+:config"
+    r"^(ff:config:partitions|ff:idx:(lanes|namespaces|partitions|drains|bells|listeners|\{ff:idx:lanes\}:(places|placements))|ff:lane:.+:config"
+    r"|ff:http:.+"
     r"|ff:sec:\{fp:\d+\}:waitpoint_hmac|ff:sigdedup:.+"
-    r"|ff:part:\{fp:\d+\}:(events|(sub|members|start):.+)|ff:wake:.+|ff:idem:.+"
-    r"|ff:worker:\{.+\}:(events|.+:(alive|caps))|ff:idx:\{.+\}:workers|ff:leader:.+)$"
+    r"|ff:budget:\{b:\d+\}:[0-9a-f-]{36}(:(limits|usage|reserved|holds|holders|hold_expiry|blocked"
+    r"|by_exec:.+))?|ff:idx:\{b:\d+\}:budget_(policies|resets)|ff:(usagededup|settled):\{b:\d+\}:.+"
+    r"|ff:idx:\{q:\d+\}:quota_policies|ff:part:\{(fp|b|q):\d+\}:(events|(sub|members|start):.+)|ff:wake:.+|ff:idem:.+"
+    r"|ff:worker:\{.+\}:(events|.+:(alive|caps))|ff:idx:\{.+\}:(workers|drains)|ff:leader:.+)$"
 )
 _MUST_EXPIRE = re.compile(
-    r"(:claim_grant$|:claimed:|^ff:idem:|^ff:sigdedup:|^ff:dedup:|:alive$|:caps$|^ff:leader:)"
+    r"(:claim_grant$|:claimed:|^ff:idem:|^ff:sigdedup:|^ff:dedup:|^ff:usagededup:|^ff:settled:|:alive$|:caps$|^ff:leader:|^ff:http:)"
 )
 _HOLDS_EXECUTIONS = re.compile(
     r"^ff:idx:(?P<tag>\{fp:\d+\}):(all_executions|lease_expiry|attempt_timeout|execution_deadline"
@@ -68,15 +75,15 @@ async def find_leaks(backend: ValkeyBackend) -> list[str]:
     problems: list[str] = []
     for name in sorted(known):
         if owned := _EXECUTION.match(name):
-            if owned["part"] and not _EXECUTION_PARTS.match(owned["part"]):
-                problems.append(f"unknown kind of execution key: {name}")
-            if not _has_record(known, owned["id"]):
-                problems.append(f"execution key without a record: {name}")
+            problems += _unowned_of_execution(known, name, owned["part"], owned["id"])
         elif owned := _WAITPOINT.match(name):
             problems += await _unowned_waitpoint(backend, known, name, owned["record"])
         elif owned := _SIGNAL.match(name):
             if owned["record"] not in known or not _has_record(known, owned["id"]):
                 problems.append(f"signal key without an owner: {name}")
+        elif owned := _QUOTA.match(name):
+            if owned["record"] not in known:
+                problems.append(f"key of a quota policy without a record: {name}")
         elif owned := _FLOW.match(name):
             problems += _unowned_of_flow(known, name, owned["flow"], owned["id"])
         elif not _INDEX.match(name) and not _OTHER.match(name):
@@ -93,6 +100,16 @@ async def find_leaks(backend: ValkeyBackend) -> list[str]:
 def _has_record(known: set[str], execution_id: str) -> bool:
     tag = execution_id.partition("}")[0] + "}"
     return f"ff:exec:{tag}:{execution_id}:core" in known
+
+
+def _unowned_of_execution(
+    known: set[str], name: str, part: str | None, execution_id: str
+) -> list[str]:
+    if part and not _EXECUTION_PARTS.match(part):
+        return [f"unknown kind of execution key: {name}"]
+    if not _has_record(known, execution_id):
+        return [f"execution key without a record: {name}"]
+    return []
 
 
 def _unowned_of_flow(known: set[str], name: str, flow: str, member: str | None) -> list[str]:

@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 from flowfabric.engine.valkey import keys
 
+BELLS = "ff:idx:bells"
+LISTENERS = "ff:idx:listeners"
+
 
 def _of_execution(part: str) -> Callable[[str, str], str]:
     def name(tag: str, execution_id: str) -> str:
@@ -43,6 +46,14 @@ def approval_dedup(tag: str, waitpoint_id: str, key: str) -> str:
 
 def idem(tag: str, namespace: str, key: str) -> str:
     return f"ff:idem:{tag}:{namespace}:{key}"
+
+
+def quota_window(tag: str, quota_policy_id: str) -> str:
+    return f"{keys.quota(tag, quota_policy_id)}:window:requests_per_window"
+
+
+def quota_guards(tag: str, quota_policy_id: str) -> str:
+    return f"{keys.quota(tag, quota_policy_id)}:guards"
 
 
 def worker_leases(tag: str, instance: str) -> str:

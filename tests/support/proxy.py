@@ -32,12 +32,15 @@ class _Pair:
 class FaultProxy:
     """Listens on its own unix socket and forwards to `upstream`; runs in its own thread.
 
+    For an upstream with a port, it listens on a port of its own: `address`.
+
     Every method returns when the fault is in place, and may be called from any thread. Use it as
     a context manager, or call `stop()`.
     """
 
-    def __init__(self, upstream: str | Path) -> None:
-        self._upstream = str(upstream)
+    def __init__(self, upstream: str | Path | tuple[str, int]) -> None:
+        self._upstream = upstream
+        self.address = ("127.0.0.1", 0)
         self._folder = Path(tempfile.mkdtemp(prefix="ffp-"))
         self.socket_path = self._folder / "p.sock"
         self._pairs: set[_Pair] = set()
@@ -134,7 +137,12 @@ class FaultProxy:
 
     async def _up(self) -> None:
         if self._server is None:
-            self._server = await asyncio.start_unix_server(self._serve, str(self.socket_path))
+            if isinstance(self._upstream, tuple):
+                self._server = await asyncio.start_server(self._serve, *self.address)
+                self.address = self._server.sockets[0].getsockname()[:2]
+            else:
+                path = str(self.socket_path)
+                self._server = await asyncio.start_unix_server(self._serve, path)
 
     async def _down(self) -> None:
         if self._server is not None:
@@ -156,7 +164,10 @@ class FaultProxy:
         self._tasks.add(task)
         self.accepted += 1
         try:
-            up_reader, upstream = await asyncio.open_unix_connection(self._upstream)
+            if isinstance(self._upstream, tuple):
+                up_reader, upstream = await asyncio.open_connection(*self._upstream)
+            else:
+                up_reader, upstream = await asyncio.open_unix_connection(str(self._upstream))
         except (OSError, asyncio.CancelledError):
             client.transport.abort()
             self._tasks.discard(task)

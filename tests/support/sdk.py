@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+from flowfabric.app.fabric import Fabric
 from flowfabric.core.contracts.executions import ExecutionInfo, NewExecution
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import parse_policy
@@ -17,6 +18,8 @@ from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.events.completions import CompletionWatch
 from flowfabric.engine.events.subscription import FeedEvents
 from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.connect import ValkeyLocation
+from flowfabric.scheduler.claims import WorkerClaims
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.loop_thread import Connect
@@ -41,6 +44,11 @@ def opener(*urls: str, request_timeout: float = 5.0) -> Connect:
 def watch_of(client: Client) -> CompletionWatch:
     """What waits for executions on behalf of a client."""
     return cast("FeedEvents", client.backend.events)._watch
+
+
+def claims_of(worker: Worker) -> WorkerClaims[ClaimedTask]:
+    """The claims of a worker that is connected to the store."""
+    return cast("WorkerClaims[ClaimedTask]", worker.claims)
 
 
 def config(**settings: Any) -> WorkerConfig:
@@ -138,3 +146,9 @@ async def claimed(worker: Worker, engine: Engine, **fields: Any) -> ClaimedTask:
 def valkey_of(owner: Worker | Client) -> Any:
     """The backend of a worker or client, with what only the one on Valkey has."""
     return owner.backend
+
+
+def valkey_location(app: Fabric) -> ValkeyLocation:
+    """Where an application finds its own Valkey."""
+    assert isinstance(app.location._at, ValkeyLocation)
+    return app.location._at

@@ -132,3 +132,37 @@ async def test_each_child_needs_a_result() -> None:
         await crawl(FakeContext(children={}), "x")
     with pytest.raises(ff.FlowFabricError, match=r"Submit the task with app\.flow"):
         sum_up(FakeSyncContext())
+
+
+@app.task
+async def spend(ctx: ff.Context) -> None:
+    await ctx.usage("team", tokens=5)
+    async with ctx.reserve("team", tokens=10) as hold:
+        await hold.settle(tokens=3)
+    async with ctx.reserve("team", tokens=10):
+        pass
+    async with ctx.reserve("team", tokens=10) as hold:
+        await hold.release()
+
+
+@app.task
+def spend_sync(ctx: ff.SyncContext) -> str:
+    with ctx.reserve("team", tokens=10) as hold:
+        hold.settle(tokens=3)
+    return ctx.usage("team", calls=1).kind
+
+
+async def test_what_a_handler_spent() -> None:
+    ctx = FakeContext()
+    await spend(ctx)
+    assert ctx.spent == [
+        ("team", {"tokens": 5}),
+        ("team", {"tokens": 3}),
+        ("team", {"tokens": 10}),
+    ]
+
+
+def test_what_a_def_handler_spent() -> None:
+    ctx = FakeSyncContext()
+    assert spend_sync(ctx) == "ok"
+    assert ctx.spent == [("team", {"tokens": 3}), ("team", {"calls": 1})]

@@ -18,8 +18,12 @@ from flowfabric.engine.valkey.places import ValkeyPlaces
 from tests.support.engine import LANE, TTL, Engine
 from tests.support.executions import POLICY
 from tests.support.suspension import SECRET
+from tests.valkey.lost_reply_admission import ADMISSION_CASES
+from tests.valkey.lost_reply_budgets import BUDGET_CASES
 from tests.valkey.lost_reply_case import Case, no_answer, nothing
 from tests.valkey.lost_reply_flows import FLOW_CASES
+from tests.valkey.lost_reply_lanes import LANE_CASES
+from tests.valkey.lost_reply_quotas import QUOTA_CASES
 
 WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1"}
 OTHER: dict[str, Any] = {"worker_id": "v", "worker_instance_id": "v-1"}
@@ -363,16 +367,6 @@ CASES: dict[str, Case] = {
         lambda backend, eid: backend.upkeep.trim_retention(eid.tag, LANE, [eid]),
         no_answer,
     ),
-    "set_lane": Case(
-        "ff_set_lane",
-        waiting,
-        lambda backend, _: backend.lanes.set_lane_state(LANE, "paused", "why"),
-    ),
-    "store_lane": Case(
-        "ff_store_lane",
-        waiting,
-        lambda backend, _: backend.lanes.set_lane_config(LANE, reclaim_grace_ms=7),
-    ),
     "register_names": Case(
         "ff_register_names",
         nothing,
@@ -470,5 +464,9 @@ CASES: dict[str, Case] = {
         lambda backend, _: backend.workers.mark_worker_dead("w-1"),
         no_answer,
     ),
+    **BUDGET_CASES,
+    **ADMISSION_CASES,
     **FLOW_CASES,
+    **LANE_CASES,
+    **QUOTA_CASES,
 }

@@ -12,7 +12,7 @@ from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from tests.support.engine import Engine
-from tests.support.flows import TestFlow, graph, set_units, without_followups
+from tests.support.flows import TestFlow, graph, set_counters, set_units, without_followups
 from tests.valkey.lost_reply_case import Case, no_answer, nothing
 
 FLOW = "00000000-0000-4000-8000-0000000000f1"
@@ -129,8 +129,7 @@ async def half_cancelled(engine: Engine) -> Members:
 
 async def drifted(engine: Engine) -> Members:
     nodes = await a_flow(engine)
-    key = keys.flow(nodes["a"].tag, FLOW)
-    await engine.backend.transport.call("HSET", key, "members_waiting", 7)
+    await set_counters(engine, FLOW, members_waiting=7)
     return nodes
 
 

@@ -347,7 +347,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "the record's word on capabilities",
         CLAIMING,
-        "\n      or claiming.missing(waiting.signature(rec), offered)",
+        "\n      or not offers.takes(offered, rec)",
         "",
         lambda e: stored_claim_offers.test_an_index_does_not_decide_who_may_claim(e, lost=True),
     ),
@@ -368,7 +368,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "better work of an index that was not seen whole",
         CLAIMING,
-        "if crowded[key] == i and",
+        "if crowded[key] == at and",
         "if false and",
         lambda e: (
             stored_claim_many.test_what_is_passed_over_does_not_hide_the_next_best_of_its_index(
@@ -379,8 +379,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "no more than asked for",
         CLAIMING,
-        "    if #rows == want.max then\n      if not",
-        "    if false then\n      if not",
+        "while #rows < want.max and queues[turn] do",
+        "while queues[turn] do",
         test_claim_many.test_no_more_than_asked_and_the_rest_is_counted,
     ),
     # --- losing and reclaiming ---
@@ -443,7 +443,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "cap of a claim",
         CLAIMING,
-        "if mode == 'reclaimed' and end_at_cap(c, id, rec) then return false end",
+        "if end_at_cap(c, id, rec) then return false end",
         "",
         stored_claim_many.test_the_reclaim_cap_ends_an_execution_found_by_a_claim,
     ),

@@ -169,7 +169,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "the revision that a stager expects",
         STAGE,
-        "if args[8] ~= '' and args[8] ~= f.graph_revision then",
+        "if args[8] ~= '' and tonumber(args[8]) ~= f.graph_revision then",
         "if false then",
         test_flow_acceptance.test_of_two_stagers_one_is_too_late,
     ),
@@ -286,7 +286,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "the reply of a worker says that something is left",
         COMPLETE,
-        "unknown or false, cascade.told(c))",
+        "unknown or false, cascade.told(c) or false, want.needing)",
         "unknown, cascade.told(c))",
         goes_on_after_completing_and_claiming,
     ),
@@ -407,7 +407,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "a held flow holds members that are unblocked",
         FLOW,
-        "if is_held(c, id, rec) then",
+        "if flow.holds(c, id, rec) then",
         "if false then",
         test_flow_rules.test_an_edge_satisfied_in_a_held_flow_leaves_the_hold,
     ),
@@ -470,7 +470,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "what a current run decided stands",
         REPLAYING,
-        "or tonumber(edges.parse(id, line).run) >= run then",
+        "or decided and tonumber(e.run) >= run then",
         "then",
         alone(
             lambda e: test_flow_races.test_a_reopening_that_comes_late_changes_nothing(e, "failed")

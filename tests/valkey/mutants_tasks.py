@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from tests.conformance import test_claim_namespaces as namespaces
 from tests.conformance import test_claim_tasks as tasks
 from tests.valkey.mutants import CLAIMING, GRANTING, Scenario
 
 WAITING = "lib/75_waiting.lua"
+OFFERS = "lib/90_offers.lua"
 RELEASE = "functions/ff_release_unknown.lua"
 
 MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
@@ -47,8 +49,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "signatures that nobody chose",
         WAITING,
-        "if not waiting.task_in(signature) then chosen",
-        "if true then chosen",
+        "required ~= '' and not waiting.task_in(signature)",
+        "true",
         tasks.test_the_most_signatures_of_a_lane_are_those_that_people_chose,
     ),
     (
@@ -57,5 +59,40 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "if used == 1 and",
         "if false and",
         tasks.test_the_most_signatures_of_a_lane_are_those_that_people_chose,
+    ),
+    (
+        "the namespace of what waits",
+        WAITING,
+        "if not namespace or namespace == 'default' then return required end",
+        "if true then return required end",
+        lambda e: namespaces.test_a_worker_takes_only_work_of_its_namespaces(e, "acme"),
+    ),
+    (
+        "the namespaces that a worker serves",
+        OFFERS,
+        "(not namespaces or serves[namespace] or false)\n      and ",
+        "",
+        lambda e: namespaces.test_a_worker_takes_only_work_of_its_namespaces(e, "acme"),
+    ),
+    (
+        "workers that do not serve the default namespace",
+        OFFERS,
+        "if not offered.serves_default then\n    want",
+        "if false then\n    want",
+        lambda e: namespaces.test_a_worker_takes_only_work_of_its_namespaces(e, "acme"),
+    ),
+    (
+        "whose turn it is",
+        CLAIMING,
+        "offers.served(c, want, queue.namespace)",
+        "",
+        namespaces.test_a_noisy_namespace_delays_others_by_one_turn,
+    ),
+    (
+        "turns within one claim",
+        CLAIMING,
+        "turn = turn + 1",
+        "turn = 1",
+        namespaces.test_claims_share_as_the_model_does,
     ),
 ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import warnings
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -240,3 +242,19 @@ async def test_the_owner_of_a_server_replaces_other_content_of_its_version(
     stored = await read_library(server)
     assert stored is not None
     assert stored.content_hash != "x"
+
+
+async def test_a_check_cancelled_at_its_start_leaves_no_coroutine_behind(
+    backend: ValkeyBackend,
+) -> None:
+    """A program may end right after it connected. Python warns of coroutines never awaited."""
+    check = asyncio.create_task(health_findings(backend.transport))
+    await asyncio.sleep(0)
+    check.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await check
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        del check
+        gc.collect()
+    assert seen == []

@@ -17,8 +17,9 @@ from flowfabric.core.policy import parse_policy
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.valkey import keys
+from tests.support import lua_keys
 from tests.support.engine import LANE, Engine
-from tests.support.server_time import ONCE_US, assert_short, times
+from tests.support.server_time import ONCE_US, assert_short, command, times
 from tests.support.suspension import Waits
 
 SIGNATURES = 128
@@ -89,6 +90,51 @@ async def test_a_lane_has_a_limited_number_of_signatures(engine: Engine) -> None
     )
     await engine.create(policy=requiring("c7"))
     await engine.create()
+
+
+async def test_namespaces_do_not_use_up_the_limit(engine: Engine) -> None:
+    """A worker finds the work of its own among very many, and one of all serves each in turn."""
+    for n in range(300):
+        await engine.create(namespace=f"n{n:03}")
+    assert (await engine.claim(namespaces=["n299"])).namespace == "n299"
+    served: set[str] = set()
+    while claims := await engine.claim_all(256):
+        served.update(claim.namespace for claim in claims)
+    assert len(served) == 299
+
+
+async def test_a_call_that_announces_many_bells(engine: Engine) -> None:
+    """However many listen, and however many bells there are."""
+    for n in range(1000):
+        await command(engine, "ZADD", lua_keys.LISTENERS, 2**45 + n, f"listener-{n}")
+        await command(engine, "ZADD", lua_keys.BELLS, 1, f"old\x1f{n}")
+
+    async def create() -> None:
+        await engine.backend.executions.create_many(
+            [new(engine, requiring(f"c{n}")) for n in range(SIGNATURES)]
+        )
+
+    async def forget() -> None:
+        indexes = await command(engine, "KEYS", "ff:idx:{fp:*")
+        await command(engine, "DEL", lua_keys.BELLS, *indexes)
+
+    await assert_short(engine, "ff_create", create, forget)
+    ears = await command(engine, "KEYS", keys.wake("\x1f*"))
+    assert len(ears) == 1000
+    await command(engine, "DEL", *await command(engine, "KEYS", "ff:exec:*"), *ears)
+    await forget()
+
+
+async def test_listening_to_many_bells(engine: Engine) -> None:
+    for n in range(1000):
+        await command(engine, "ZADD", lua_keys.BELLS, n, f"default\x1fc{n}")
+
+    async def listen() -> None:
+        listener = engine.backend.wakeups.listen([LANE])
+        await listener.wait(0.001)
+        await listener.aclose()
+
+    await assert_short(engine, "ff_listen", listen)
 
 
 async def test_a_claim_from_very_many_signatures(engine: Engine) -> None:

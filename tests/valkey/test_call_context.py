@@ -48,7 +48,7 @@ async def test_a_batch_reads_the_settings_of_each_lane_once(engine: Engine) -> N
     call = engine.backend.transport.call
     for lane in ("left", "right"):
         await engine.backend.calls.fcall(
-            "ff_set_lane", TAG, (lane, "priority_weight_ms", 5), op="test"
+            "ff_set_lane", TAG, (lane, 1, 1, "priority_weight_ms", 5), op="test"
         )
     await call("CONFIG", "RESETSTAT")
     items: list[Any] = [""]

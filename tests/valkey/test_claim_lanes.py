@@ -58,7 +58,7 @@ async def test_a_paused_lane_accepts_and_goes_on_where_it_stood(engine: Engine) 
 async def test_damaged_settings_are_named(engine: Engine) -> None:
     await engine.backend.lanes.set_lane_config("default", reclaim_grace_ms=1)
     await engine.backend.transport.call(
-        "HSET", keys.lane_config("default"), "reclaim_grace_ms", "x"
+        "HSET", keys.lane_config(keys.LANES_TAG, "default"), "reclaim_grace_ms", "x"
     )
     with pytest.raises(CorruptionError, match="lane default"):
         await engine.backend.lanes.get_lane("default")

@@ -58,7 +58,7 @@ async def test_everything_given_is_readable(engine: Engine) -> None:
     assert fields == {"creator_identity": "me", "nonsense": None}
     lane = "lane:lane%3A 100%25"
     assert set(await indexes(engine, execution_id)) == {
-        f"{lane}:eligible:cuda,gpu",
+        f"{lane}:eligible:tenant cuda,gpu",
         "execution_deadline",
     }
     claim = await engine.claim(lane="lane: 100%", capabilities=["gpu", "cuda", "more"])
@@ -159,14 +159,14 @@ async def _raw_create(engine: Engine, policy: str) -> Any:
                 ("timeout_policy", "null"),
                 ("stream_policy", "1"),
                 ("stream_policy", '{"retention_ttl_ms": []}'),
-                ("budget_ids", "7"),
-                ("quota_policy_id", "7"),
                 ("priority", '"high"'),
                 ("delay_until", '"soon"'),
                 ("dedup_window_ms", "[]"),
                 ("max_reclaim_count", "{}"),
             )
         ),
+        ('{"budget_ids": 7}', b"invalid_policy_json", b"budget_ids: must be a list"),
+        ('{"quota_policy_id": 7}', b"invalid_policy_json", b"quota_policy_id: is not a UUID"),
         ('{"routing_requirements": 1}', b"invalid_policy_json", b"routing_requirements:not_object"),
         *(
             (

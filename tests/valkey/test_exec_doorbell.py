@@ -100,7 +100,7 @@ async def test_what_a_completing_worker_releases_for_others(engine: Engine, lack
     assert isinstance(outcome, Submitted)
     flow = TestFlow(engine, outcome)
     await flow.claim()
-    bell = keys.bell(LANE, "" if lacks == "a capability" else "resize")
+    bell = keys.bell(LANE, "gpu" if lacks == "a capability" else "task:resize")
     await rung(engine, LANE)
     _, claimed = await engine.backend.claims.complete_and_claim(
         flow.tag, [Completion(flow.claims["a"].handle)], engine.want(tasks=["job"]), 1

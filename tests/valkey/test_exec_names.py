@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import flowfabric
-from flowfabric.core.capabilities import task_token
 from flowfabric.core.state import CODE_LETTERS, StateVector
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import text
@@ -39,6 +38,7 @@ CASES: dict[str, list[tuple[str, ...]]] = {
     },
     **{name: [(FLOW,)] for name in ("flow", "members", "flow_tags", "edges", "held", "exits")},
     **{name: [(FLOW, ID)] for name in ("out", "into")},
+    **{f"quota{part}": [(FLOW,)] for part in ("", "_window", "_guards", "_slots", "_blocked")},
     "suspend_dedup": [(ID,)],
     "waitpoint": [(WAITPOINT,)],
     "waitpoint_signals": [(WAITPOINT,)],
@@ -46,11 +46,13 @@ CASES: dict[str, list[tuple[str, ...]]] = {
     "approval_dedup": [(WAITPOINT, "k"), (WAITPOINT, "a:b{c}ü")],
     "secrets": [()],
     "workers": [()],
+    "drains": [()],
     "worker_alive": [("host-1:7",)],
     "worker_record": [("host-1:7",)],
     "worker_events": [()],
     "idem": [("default", "k"), ("tenant", "a:b{c}ü")],
     "index": [("all_executions",), ("lease_expiry",)],
+    "lane_config": [(lane,) for lane in LANES],
     "lane": [(lane, name) for lane in LANES for name in ("delayed", "blocked:budget")],
     "eligible": [*((lane,) for lane in LANES), ("default", "cuda,gpu"), ("a:b", "x")],
     "reclaimable": [*((lane,) for lane in LANES), ("default", "cuda,gpu"), ("a:b", "x")],
@@ -58,6 +60,10 @@ CASES: dict[str, list[tuple[str, ...]]] = {
     "last_claim": [("default", "w-1"), ("a:b", "w-1")],
     "events": [()],
     **{name: [("billing",), ("a:b",)] for name in ("group", "group_members", "group_start")},
+    "budget": [(FLOW,)],
+    "budget_part": [(FLOW, "limits"), (FLOW, "by_exec:index")],
+    "ledger": [(FLOW, ID)],
+    **{name: [(FLOW, "k"), (FLOW, "a:b{c}ü")] for name in ("usage_mark", "settled")},
     "leader": [("",), ("0f",)],
     "leaders": [()],
 }
@@ -85,8 +91,10 @@ async def test_doorbell_and_lane_part(engine: Engine) -> None:
         assert await built_by_lua(engine, "wake", lane) == keys.wake(lane)
         assert await built_by_lua(engine, "lane_part", first=lane) == keys.lane_part(lane)
         assert keys.lane_of(keys.lane_part(lane)) == lane
-        token = task_token("resize")
-        assert await built_by_lua(engine, "bell", token, first=lane) == keys.bell(lane, "resize")
+        bell = keys.bell(lane, "acme gpu")
+        assert await built_by_lua(engine, "bell", "acme gpu", first=lane) == bell
+        assert keys.bell_parts(bell) == (lane, "acme gpu")
+        assert await built_by_lua(engine, "ear", first=lane) == keys.ear(lane)
     assert keys.wake_tag(keys.wake(TAG)) == TAG
 
 
@@ -110,7 +118,7 @@ def test_every_tagged_name_is_compared() -> None:
 def test_every_name_of_lua_is_compared() -> None:
     source = Path(flowfabric.__file__).parent / "lua" / "lib" / "20_keys.lua"
     written = set(re.findall(r"^(?:function )?K\.([a-z]\w*)", source.read_text(), re.MULTILINE))
-    others = {"lane_part", "bell", "wake", "signal", "signal_payload"}
+    others = {"lane_part", "bell", "ear", "wake", "signal", "signal_payload"}
     assert written == set(CASES) | others
 
 

@@ -16,14 +16,17 @@ from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.policy import parse_policy
+from flowfabric.engine.api.admission import Block
 from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.valkey import keys
 from tests.support import lua_keys
 from tests.support.engine import LANE, Engine
+from tests.support.flows import without_followups
 from tests.support.server_time import LONGEST_US, ONCE_US, assert_short, command, copy, times, uuids
 from tests.support.suspension import Waits
 
-_FILES = ("test_bounds.py", "test_function_bounds.py", "test_page_bounds.py", "test_flow_bounds.py")
+_DRIVEN_IN = ("bounds", "function_bounds", "page_bounds", "flow_bounds")
+_FILES = [f"test_{name}.py" for name in (*_DRIVEN_IN, "budget_bounds", "quota_bounds")]
 MB = 1_048_576
 TAGS = {f"app.t{n}": "x" * 4096 for n in range(128)}
 CAPABILITIES = [f"capability-{n}" for n in range(256)]
@@ -41,15 +44,19 @@ CONSTANT = {
     "ff_ask_parent": ONE_RECORD,
     "ff_delay": ONE_RECORD,
     "ff_group_lease": ONE_RECORD,
+    "ff_hold_budget": ONE_RECORD,
     "ff_lead": ONE_RECORD,
     "ff_progress": ONE_RECORD,
+    "ff_quota_create": ONE_RECORD,
+    "ff_quota_update": ONE_RECORD,
     "ff_release_unknown": ONE_RECORD,
     "ff_resign": ONE_RECORD,
     "ff_revoke": ONE_RECORD,
-    "ff_store_lane": ONE_RECORD,
     "ff_wait_children": ONE_RECORD,
     "ff_waitpoint_token": ONE_RECORD,
     "ff_worker_dead": ONE_RECORD,
+    "ff_worker_drain": ONE_RECORD,
+    "ff_refuse_claims": "its callers name one process",
     "ff_worker_heartbeat": ONE_RECORD,
     "ff_version": "returns constants",
 }
@@ -148,6 +155,53 @@ async def test_ending_many_executions_with_many_waitpoints_and_tags(engine: Engi
         )
 
     assert max(await times(engine, "ff_complete", complete)) <= ONCE_US
+
+
+async def test_holding_many_back_and_letting_them_go(engine: Engine) -> None:
+    admission = engine.backend.admission
+    outcomes = await engine.backend.executions.create_many([new(engine) for _ in range(256)])
+    ids = [each.execution_id for each in outcomes if isinstance(each, Created)]
+
+    async def block() -> None:
+        blocks = [
+            Block(execution_id=each, reason="waiting_for_budget", detail="x" * 4096) for each in ids
+        ]
+        await admission.block_many(ids[0].tag, blocks)
+
+    async def unblock() -> None:
+        await admission.unblock_many(ids[0].tag, ids, "waiting_for_budget")
+
+    await assert_short(engine, "ff_block", block, unblock)
+    await assert_short(engine, "ff_unblock", unblock, block)
+    assert len(await engine.claim_all(256)) == 256
+
+
+async def test_claiming_and_returning_many_admitted(engine: Engine) -> None:
+    admission, claims = engine.backend.admission, engine.backend.claims
+    policy = parse_policy({"quota_policy_id": new_uuid(), "budget_ids": [new_uuid()]})
+    await without_followups(engine)
+    ids: list[ExecutionId] = []
+
+    async def create() -> None:
+        outcomes = await engine.backend.executions.create_many(
+            [new(engine, policy=policy) for _ in range(256)]
+        )
+        ids[:] = [each.execution_id for each in outcomes if isinstance(each, Created)]
+
+    async def claim() -> None:
+        held = await claims.claim_admitted(engine.want(), ids[0].tag, ids)
+        items = [Completion(each.handle) for each in held]
+        await engine.backend.executions.complete_many(items)
+
+    async def create_and_claim() -> None:
+        await create()
+        await claim()
+
+    async def deliver() -> None:
+        await admission.deliver_returns(ids[0].tag)
+
+    await assert_short(engine, "ff_claim_admitted", claim, create)
+    await assert_short(engine, "ff_ack_returns", deliver, create_and_claim)
 
 
 # --- one execution with all it may have -------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 from flowfabric.core.errors import CorruptionError, EngineError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api.events import LeaseEvent, Subscription
+from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.events import reader
 from flowfabric.engine.events.cursor import FeedCursor
 from flowfabric.engine.events.subscription import FeedSubscription
@@ -162,6 +163,24 @@ async def test_a_feed_is_as_long_as_the_loaded_library_says(private_engine: Engi
         await lived(engine)
     async with following(engine.backend, kept) as history:
         await expired(history)
+
+
+async def test_batches_keep_a_feed_short(private_engine: Engine) -> None:
+    """Only the first entry of a call trims: a feed exceeds its length by what one call appends."""
+    engine = private_engine
+    code = library._assemble(cluster=False, events_maxlen=100)
+    await engine.backend.transport.call("FUNCTION", "LOAD", "REPLACE", code)
+    feed = keys.events(engine.new_id().tag)
+    for _ in range(6):
+        for _ in range(100):
+            await engine.create()
+        claimed = await engine.backend.claims.claim_many(engine.want(), engine.new_id().tag, 100)
+        done = [Completion(claim.handle, None) for claim in claimed.claims]
+        assert len(done) == 100
+        await engine.backend.executions.complete_many(done)
+    length: Any = await engine.backend.transport.call("XLEN", feed, key=feed)
+    # The server drops whole nodes of 100 entries.
+    assert 100 < length <= 400
 
 
 async def test_start_skips_what_is_gone(engine: Engine) -> None:

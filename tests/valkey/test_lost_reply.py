@@ -21,6 +21,8 @@ _MINTED = re.compile(
     r"(?!00000000-0000)[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{8}(?:[0-9a-f]{4})?"
     # The token of a minted waitpoint.
     r"|k1:[0-9a-f]{40}"
+    # The request that admitted an execution, or created a quota policy.
+    r"|(?<=b')[0-9a-f]{12}(?=')"
 )
 _ENTRY = re.compile(r"\d{13}-\d+")
 # What a worker's memo keeps of the requests it made.
@@ -73,8 +75,8 @@ async def test_exactly_once(engine: Engine, valkey: TestServer, name: str) -> No
 ELSEWHERE = {
     *("ff_append", "ff_create_waitpoint", "ff_expire_suspension", "ff_resume", "ff_rotate_secret"),
     *("ff_signal", "ff_suspend"),
-    # It only notes that somebody follows.
-    "ff_stream_read",
+    # They only note that somebody follows or listens.
+    *("ff_stream_read", "ff_listen"),
     # Nobody repeats these: a scanner looks again.
     *("ff_promote_blocked", "ff_resolve_edge"),
 }

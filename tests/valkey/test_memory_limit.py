@@ -56,7 +56,9 @@ async def test_work_goes_on_and_ends(full: Engine) -> None:
 TAKES_IN = {
     *("ff_create", "ff_replay", "ff_signal", "ff_append", "ff_set_tags", "ff_create_waitpoint"),
     *("ff_create_flow", "ff_submit_flow", "ff_extend_flow", "ff_spawn", "ff_add_to_flow"),
+    "ff_budget_create",
     *("ff_stage_edge", "ff_apply_edge", "ff_set_join", "ff_set_flow_tags", "ff_replay_flow"),
+    "ff_quota_create",
 }
 
 

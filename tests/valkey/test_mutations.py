@@ -23,21 +23,31 @@ from tests.valkey.mutants import (
     promotes_only_what_is_delayed,
     trims_nothing_early,
 )
+from tests.valkey.mutants_admission import MUTANTS as ADMISSION
+from tests.valkey.mutants_budgets import MUTANTS as BUDGETS
 from tests.valkey.mutants_flows import MUTANTS as FLOWS
+from tests.valkey.mutants_lanes import MUTANTS as LANES
+from tests.valkey.mutants_quotas import MUTANTS as QUOTAS
+from tests.valkey.mutants_quotas import counts_a_retry_once_in_a_batch
 from tests.valkey.mutants_repeats import MUTANTS as REPEATS
 from tests.valkey.mutants_repeats import repeats_a_revocation, repeats_an_override
+from tests.valkey.mutants_replays import MUTANTS as REPLAYS
+from tests.valkey.mutants_routing import MUTANTS as ROUTING
+from tests.valkey.mutants_routing import takes_the_best_of_all_it_covers
 from tests.valkey.mutants_tasks import MUTANTS as TASKS
 from tests.valkey.mutation import crashed, failure_of, private_engine, private_server
 
 __all__ = ["private_engine", "private_server"]
 
-ALL = MUTANTS + REPEATS + TASKS + FLOWS
+ALL = MUTANTS + REPEATS + TASKS + ROUTING + FLOWS + REPLAYS + ADMISSION + QUOTAS + LANES + BUDGETS
 OWN_SCENARIOS: list[Scenario] = [
     trims_nothing_early,
     promotes_nothing_early,
     promotes_only_what_is_delayed,
     repeats_a_revocation,
     repeats_an_override,
+    counts_a_retry_once_in_a_batch,
+    takes_the_best_of_all_it_covers,
     finishes_once,
     staged_edges_count_nothing,
     counts_an_edge_once,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowfabric.core.conditions import AllOf, Single
+from flowfabric.core.contracts.executions import Duplicate, NewExecution
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.engine.api.upkeep import Index, SurveyRequest
 from flowfabric.engine.valkey import keys
@@ -192,6 +193,7 @@ async def test_registries_of_lanes(engine: Engine) -> None:
     await assert_short(engine, "ff_register_places", register)
     await assert_short(engine, "ff_register_names", register)
     await assert_short(engine, "ff_set_lane", set_lane)
+    await assert_short(engine, "ff_store_lane", set_lane)
     for lane in lanes[200:300]:
         execution_id = ExecutionId(f"{tag}:{new_uuid()}")
         await engine.create(lane=lane, execution_id=execution_id)
@@ -203,6 +205,55 @@ async def test_registries_of_lanes(engine: Engine) -> None:
 
     await assert_short(engine, "ff_idle_lanes", forget, leave)
     await assert_short(engine, "ff_forget_places", forget, leave)
+
+
+async def test_new_scores(engine: Engine) -> None:
+    tag, backend = engine.new_id().tag, engine.backend
+    for n in range(100):
+        routing = {"routing_requirements": {"required_capabilities": [f"c{n}"]}}
+        await engine.create(policy=routing)
+    new = [
+        NewExecution(execution_id=engine.new_id(), execution_kind="job", priority=n % 100)
+        for n in range(5000)
+    ]
+    await backend.executions.create_many(new)
+    weight = 1000
+
+    async def change() -> None:
+        nonlocal weight
+        weight += 1
+        await backend.lanes.set_lane_config("default", priority_weight_ms=weight)
+
+    async def rescore() -> None:
+        await backend.upkeep.rescore(tag)
+
+    await assert_short(engine, "ff_set_lane", change)
+    await assert_short(engine, "ff_rescore", rescore, change)
+
+
+async def test_keys_of_a_moved_lane(engine: Engine) -> None:
+    backend = engine.backend
+
+    def batch(shards: int) -> list[NewExecution]:
+        return [
+            NewExecution(
+                execution_id=ExecutionId.solo("busy", backend.counts, shards, ("default", f"k{n}")),
+                execution_kind="job",
+                lane_id="busy",
+                idempotency_key=f"k{n}",
+                shards=shards,
+            )
+            for n in range(500)
+        ]
+
+    await backend.executions.create_many(batch(1))
+    await backend.lanes.set_lane_config("busy", placement="spread", shards=8)
+
+    async def repeat() -> None:
+        outcomes = await backend.executions.create_many(batch(8))
+        assert all(isinstance(outcome, Duplicate) for outcome in outcomes)
+
+    await assert_short(engine, "ff_find_keys", repeat)
 
 
 async def test_the_registry_of_workers(engine: Engine) -> None:
@@ -217,7 +268,8 @@ async def test_the_registry_of_workers(engine: Engine) -> None:
     await assert_short(engine, "ff_worker_register", register)
 
     async def vanish() -> None:
-        await command(engine, "SADD", keys.workers("{default}"), *uuids(1000))
+        listed = [part for each in uuids(1000) for part in (each, "w")]
+        await command(engine, "HSET", keys.workers("{default}"), *listed)
 
     async def sweep() -> None:
         assert await backend.upkeep.sweep_workers("default") == 1000

@@ -85,6 +85,12 @@ async def test_lanes_that_share_a_partition_are_told_at_boot(
     assert (shared["grade"], shared["levelno"]) == ("remediate", logging.WARNING)
     assert shared["shared"] == [[LANE, twin]]
     assert (shared["affected"], shared["lanes"]) == (2, 2)
+    for placement, lanes in (("spread", 1), ("pinned", 2)):
+        caplog.clear()
+        await backend.lanes.set_lane_config(twin, placement=placement)
+        await backend.meta.prepare()
+        (told,) = said(caplog, "lane_collisions")
+        assert (told["grade"] == "clean", told["lanes"]) == (placement == "spread", lanes)
 
 
 async def test_few_shared_lanes_among_many_are_no_warning(engine: Engine, caplog: Records) -> None:

@@ -61,6 +61,7 @@ READS: dict[str, Read] = {
     "list_expired_leases": lambda b, _: b.leases.list_expired_leases(),
     "list_lanes": lambda b, _: b.lanes.list_lanes(),
     "get_lane": lambda b, _: b.lanes.get_lane(LANE),
+    "busiest_partitions": lambda b, _: b.lanes.busiest_partitions(),
     "scan_eligible": lambda b, h: b.claims.scan_eligible_executions(LANE, h.execution_id.tag, 5),
     "list_kids": lambda b, _: b.secrets.list_waitpoint_hmac_kids(),
     "read_stream": lambda b, h: b.streams.read_stream(h.execution_id, 0),

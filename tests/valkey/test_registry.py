@@ -9,6 +9,7 @@ import pytest
 
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api.events import Event
+from flowfabric.engine.api.workers import Heartbeat
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.feeds import decode_entry
 from flowfabric.valkey.address import parse_url
@@ -98,7 +99,7 @@ async def test_a_heartbeat_uses_the_registered_ttl(engine: Engine) -> None:
     for part in ("alive", "caps"):
         await backend.transport.call("PEXPIRE", f"ff:worker:{{default}}:w-1:{part}", 9000)
     await engine.freeze(now + 100)
-    assert await backend.workers.heartbeat_worker("w-1") == now + 100 + 20_000
+    assert await backend.workers.heartbeat_worker("w-1") == Heartbeat(now + 100 + 20_000)
     for part in ("alive", "caps"):
         ttl = await backend.transport.call("PTTL", f"ff:worker:{{default}}:w-1:{part}")
         assert isinstance(ttl, int)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.corrupts
 
 CONDITION = Single("k")
 KNOWN: Any = {"worker_id": "w", "worker_instance_id": "w-1", "lanes": ["default"]}
-ENVELOPE = ("lib/55_reply.lua", "return { 1, 'OK', ... }")
+ENVELOPE = ("lib/55_reply.lua", "return { 1, status(), ... }")
 
 
 @pytest.fixture
@@ -316,7 +316,7 @@ async def test_a_longer_reply_is_read(garbled: Engine) -> None:
 @pytest.mark.parametrize(
     ("part", "instead"),
     [
-        ("optional_parts(c, id, rec, mode),", "optional_parts(c, id, rec, mode), 'later',"),
+        ("rec.last_transition_at or rec.created_at,", "rec.created_at, 'later',"),
         (
             "suspension.cause(c, id, rec) or false,",
             "suspension.cause(c, id, rec) or false, 'later',",

@@ -9,8 +9,9 @@ import pytest
 from flowfabric.core.errors import TransportError
 from flowfabric.engine.valkey import keys
 from tests.support.engine import Engine
+from tests.support.flows import without_followups
 from tests.support.scanning import idle
-from tests.support.subflows import child, drained, parent
+from tests.support.subflows import NEVER_CLAIMED, child, drained, parent
 
 
 async def units(engine: Engine, count: int) -> None:
@@ -176,3 +177,39 @@ async def test_a_subflow_that_nobody_cancelled_ends_with_its_deleted_parent(engi
     assert await sub.states() == {"x": "cancelled", "y": "cancelled"}
     await idle(engine).scan_once("flow_projector")
     assert await engine.backend.flows.describe_flow(sub.flow_id) is None
+
+
+async def test_an_end_that_arrives_after_the_replay_changes_nothing(engine: Engine) -> None:
+    await without_followups(engine)
+    flow = await parent(engine, "s")
+    sub = await child(flow, "x", spread=True)
+    await drained(engine, flow, sub)
+    executions, flows = engine.backend.executions, engine.backend.flows
+    await executions.cancel_execution(flow.nodes["s"])
+    await flows.drain_cascade(flow.nodes["s"].partition)
+    assert await sub.state("x") == "cancelled"
+    await executions.replay_execution(flow.nodes["s"])
+    await flows.drain_cascade(sub.nodes["x"].partition)
+    assert await flow.state("s") == NEVER_CLAIMED
+    await drained(engine, flow, sub)
+    await sub.end("x")
+    await drained(engine, flow, sub)
+    assert await flow.state("s") == "completed"
+
+
+async def test_a_subflow_whose_cancellation_never_arrived_goes_on(engine: Engine) -> None:
+    await without_followups(engine)
+    flow = await parent(engine, "s")
+    sub = await child(flow, "x", spread=True)
+    await drained(engine, flow, sub)
+    await sub.claim()
+    executions = engine.backend.executions
+    await executions.cancel_execution(flow.nodes["s"])
+    await executions.replay_execution(flow.nodes["s"])
+    await drained(engine, flow, sub)
+    assert await sub.state("x") == "active"
+    await executions.cancel_execution(flow.nodes["s"])
+    await executions.replay_execution(flow.nodes["s"])
+    await executions.cancel_execution(flow.nodes["s"])
+    await drained(engine, flow, sub)
+    assert (await flow.states(), await sub.states()) == ({"s": "cancelled"}, {"x": "cancelled"})

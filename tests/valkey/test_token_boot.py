@@ -18,9 +18,9 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.api.secrets import SECRET_VARIABLE
+from flowfabric.engine.connect import ServerLocation
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.boot import prepare
-from flowfabric.engine.valkey.connect import ServerLocation
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connect import connect
 from flowfabric.valkey.embedded_folder import folder_secret

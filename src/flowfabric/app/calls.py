@@ -1,13 +1,15 @@
 """Calls of tasks: arguments checked against the parameters, and batches of calls."""
 
+import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar, cast, get_args, get_type_hints
 
 from flowfabric.app.context import Context, SyncContext
 from flowfabric.core.annotations import annotation
-from flowfabric.core.contracts.executions import CreateOutcome, NewExecution
+from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.errors import (
     ConfigError,
     ConflictError,
@@ -19,8 +21,11 @@ from flowfabric.core.errors import (
 )
 from flowfabric.core.ids import ExecutionId, is_list
 from flowfabric.core.text import plural
+from flowfabric.engine.api.executions import in_parts
 
 T = TypeVar("T")
+
+_PARTS_AT_ONCE = 3
 
 Calls = Sequence[Sequence[Any] | Mapping[str, Any]]
 """A batch: for each call a list of positional arguments, or a mapping of named ones."""
@@ -329,19 +334,40 @@ def check_sizes(payloads: Sequence[bytes], limit: int) -> None:
             raise ValidationError("payload_too_large", problem)
 
 
-def created(
-    items: Sequence[NewExecution],
-    outcomes: Sequence[CreateOutcome | EngineError],
-    handle: Callable[[CreateOutcome], T],
+async def sent(
+    items: Sequence[NewExecution], send: Callable[[list[NewExecution]], Awaitable[list[T]]]
 ) -> list[T]:
-    """A handle for each outcome. Raises `SubmitManyError` if only some calls were stored."""
+    """What `send` returns for each item. While the server stores a part, others are prepared."""
+    parts = deque(in_parts(list(range(len(items))), [len(item.input_payload) for item in items]))
+    answers: dict[int, T] = {}
+
+    async def send_some() -> None:
+        try:
+            while parts:
+                part = parts.popleft()
+                found = await send([items[position] for position in part])
+                answers.update(zip(part, found, strict=True))
+        except BaseException:
+            parts.clear()
+            raise
+
+    for failure in await asyncio.gather(
+        *(send_some() for _ in range(min(_PARTS_AT_ONCE, len(parts)))), return_exceptions=True
+    ):
+        if failure is not None:
+            raise failure
+    return [answers[position] for position in range(len(items))]
+
+
+def created(items: Sequence[NewExecution], answers: Sequence[T | EngineError]) -> list[T]:
+    """The handles of a batch. Raises `SubmitManyError` if only some calls were stored."""
     runs: dict[int, T] = {}
     errors: dict[int, EngineError] = {}
-    for position, outcome in enumerate(outcomes):
-        if isinstance(outcome, EngineError):
-            errors[position] = refusal(outcome, items[position])
+    for position, answer in enumerate(answers):
+        if isinstance(answer, EngineError):
+            errors[position] = refusal(answer, items[position])
         else:
-            runs[position] = handle(outcome)
+            runs[position] = answer
     if errors and not runs:
         raise next(iter(errors.values()))
     if errors:

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, overload
 import msgspec
 
 from flowfabric.app import codec
+from flowfabric.app.budgets import BudgetHold, SyncBudgetHold, UsageReport
 from flowfabric.app.inputs import Inputs
 from flowfabric.app.waits import (
     Limit,
@@ -21,6 +22,7 @@ from flowfabric.app.waits import (
     WaitTimeout,
 )
 from flowfabric.core.conditions import Condition
+from flowfabric.core.contracts.budgets import UsageOutcome
 from flowfabric.core.contracts.streams import Frame, FrameMode
 from flowfabric.core.contracts.suspension import PendingWaitpoint
 from flowfabric.core.forks import generation
@@ -198,13 +200,14 @@ class Context(HandlerInfo):
     ...     return ctx.attempt
     """
 
-    __slots__ = ("_generation", "_runtime", "_task", "_waits")
+    __slots__ = ("_generation", "_reports", "_runtime", "_task", "_waits")
 
     def __init__(self, task: ClaimedTask, runtime: WorkerRuntime) -> None:
         self._task = task
         self._runtime = runtime
         self._generation = generation()
         self._waits: Waits | None = None
+        self._reports: dict[str, int] = {}
 
     def _claimed(self) -> ClaimedTask:
         refuse_after_fork(self._generation)
@@ -298,6 +301,37 @@ class Context(HandlerInfo):
         """Id and token of the next `wait_for(name)`, to hand out before waiting."""
         return await self._own_waits().waitpoint(name, expires_in, prompt, details)
 
+    def usage(self, budget: str, *, dedup_key: str | None = None, **amounts: int) -> UsageReport:
+        """Count what this task spent. Await it, or use it as a block to also count `wall_ms`.
+
+        If a hard limit does not allow it, `on_hard_limit` of the budget decides: the call raises
+        `BudgetExceeded`, which fails the execution; or it suspends the execution until an operator
+        resumes it; or it returns the breach. If a handler starts again in the same attempt, each
+        call is counted once.
+
+        >>> await ctx.usage("team", tokens=812)
+        >>> async with ctx.usage("team", calls=1) as usage:
+        ...     answer = await ask_model(prompt)
+        ...     usage.add(tokens=answer.tokens)
+        """
+        task = self._claimed()
+        if dedup_key is None:
+            number = self._reports[budget] = self._reports.get(budget, 0) + 1
+            dedup_key = f"{task.attempt_id}/usage#{number}"
+        return UsageReport(task, budget, amounts, dedup_key)
+
+    def reserve(self, budget: str, **amounts: int) -> BudgetHold:
+        """Hold a part of a budget during a block, so that parallel tasks never overspend.
+
+        Raises `BudgetExceeded` or suspends the execution if the hold does not fit. If the worker
+        crashes, the hold is released.
+
+        >>> async with ctx.reserve("team", tokens=1000) as hold:
+        ...     answer = await ask_model(prompt, max_tokens=1000)
+        ...     await hold.settle(tokens=answer.tokens)
+        """
+        return BudgetHold(self._claimed(), budget, amounts)
+
     def spawn(self) -> "Children":
         """Add nodes to this execution's flow and wait for their results.
 
@@ -358,7 +392,16 @@ class SyncContext(SyncTwin[Context], HandlerInfo):
 
         return SyncChildren(self._target.spawn(), self._caller)
 
+    def usage(self, budget: str, *, dedup_key: str | None = None, **amounts: int) -> UsageOutcome:
+        """Count what this task spent, as awaiting `Context.usage` does."""
+
+        async def report(context: Context) -> UsageOutcome:
+            return await context.usage(budget, dedup_key=dedup_key, **amounts)
+
+        return self._call(report)
+
     progress = blocking(Context.progress)
+    reserve = blocking(Context.reserve, SyncBudgetHold)
     wait_condition = blocking(Context.wait_condition)
     waitpoint = blocking(Context.waitpoint)
     signals = blocking(Context.signals)

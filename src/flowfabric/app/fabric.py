@@ -15,6 +15,7 @@ from flowfabric.app.calls import (
     keys_of,
     payloads_of,
     refusal,
+    sent,
 )
 from flowfabric.app.flow import Flow, FlowBuilder, SyncFlow, SyncFlowBuilder
 from flowfabric.app.run import Run, SyncRun
@@ -28,14 +29,15 @@ from flowfabric.app.tasks import (
 )
 from flowfabric.app.worker import AppWorker, SyncAppWorker
 from flowfabric.core.closing import AsyncClosing, Closing
-from flowfabric.core.contracts.executions import Created, CreateOutcome
+from flowfabric.core.contracts.executions import Created, CreateOutcome, NewExecution
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import ConflictError, EngineError, TransportError, invalid_input
 from flowfabric.core.ids import validate_namespace
 from flowfabric.core.text import plural
 from flowfabric.engine.api.executions import BATCH
+from flowfabric.engine.connect import ServerLocation
+from flowfabric.engine.layers.tracing import enable as enable_tracing
 from flowfabric.engine.lookup import parse_name
-from flowfabric.engine.valkey.connect import ServerLocation
 from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.config import WorkerConfig, default_worker_id
@@ -50,7 +52,8 @@ class Fabric(AsyncClosing):
     """An application: its tasks and the deployment they run on.
 
     Without a url it uses `FF_URL`, otherwise `FF_HOST`, otherwise an embedded Valkey in the
-    `.flowfabric` folder that all processes of the project share.
+    `.flowfabric` folder that all processes of the project share. With `tracing`, this process makes
+    OpenTelemetry spans, as with `FF_TRACING=1`.
 
     >>> app = Fabric()
     >>> @app.task(retry=Retry(3), timeout="5m")
@@ -58,8 +61,12 @@ class Fabric(AsyncClosing):
     ...     return f"Hello, {name}!"
     """
 
-    def __init__(self, url: str | None = None, namespace: str = "default") -> None:
+    def __init__(
+        self, url: str | None = None, namespace: str = "default", *, tracing: bool = False
+    ) -> None:
         self.namespace = validate_namespace(namespace)
+        if tracing:
+            enable_tracing()
         self.tasks: dict[str, TaskFunction[..., Any, ..., Any]] = {}
         self.location = ServerLocation(url)
         self._opening: asyncio.Task[Client] | None = None
@@ -124,10 +131,11 @@ class Fabric(AsyncClosing):
         task = as_task(self, task)
         payload = task.encode(args, kwargs)
         client = await self.client()
+        await client.backend.places.learn_lane(task.lane)
         [execution_id] = client.mint(task.lane, 1)
         new = task.new_execution(execution_id, payload)
         if task.key:
-            new = task.keyed(new, task.key, args, kwargs)
+            new = client.place(task.keyed(new, task.key, args, kwargs))
         try:
             return self._run(task, await client.backend.executions.create_execution(new))
         except ConflictError as error:
@@ -164,21 +172,30 @@ class Fabric(AsyncClosing):
         if not payloads:
             return []
         client = await self.client()
+        await client.backend.places.learn_lane(task.lane)
         ids = client.mint(task.lane, len(payloads))
         new = list(map(task.new_execution, ids, payloads))
         if keys is not None:
             calls_with_keys = zip(new, keys, given, strict=True)
-            new = [task.keyed(each, key, *call) for each, key, call in calls_with_keys]
+            new = [client.place(task.keyed(e, key, *call)) for e, key, call in calls_with_keys]
         check_sizes(payloads, client.backend.max_payload_bytes)
+
+        async def send(part: list[NewExecution]) -> list[Run[Any] | EngineError]:
+            return [
+                outcome if isinstance(outcome, EngineError) else self._run(task, outcome)
+                for outcome in await client.submit_many(part)
+            ]
+
         try:
-            outcomes = await client.submit_many(new)
+            answers = await sent(new, send)
         except EngineError as error:
-            if len(new) <= BATCH and not getattr(error, "ambiguous", False):
-                # One round trip, which the engine refused.
+            is_one_call = len(new) <= BATCH and len({each.execution_id.tag for each in new}) == 1
+            if is_one_call and not getattr(error, "ambiguous", False):
+                # The engine refused it.
                 raise
             unsure = {n: self.get_run(e.execution_id, task) for n, e in enumerate(new)}
             raise SubmitManyError({}, {}, unsure) from error
-        return created(new, outcomes, lambda outcome: self._run(task, outcome))
+        return created(new, answers)
 
     def _run(self, task: Task[..., Any], outcome: CreateOutcome) -> Run[Any]:
         known = not isinstance(outcome, Created)
@@ -235,6 +252,7 @@ class Fabric(AsyncClosing):
         concurrency: int = 64,
         lanes: Sequence[str] | None = None,
         capabilities: Iterable[str] = (),
+        namespaces: Iterable[str] = (),
         lease_ttl: Duration = 30,
         block_limit: Duration | None = None,
         batch: int = 64,
@@ -244,11 +262,12 @@ class Fabric(AsyncClosing):
     ) -> AppWorker:
         """A worker for this application's tasks; `await worker.run()` serves.
 
-        Without `lanes` it serves the lanes of all tasks. `batch` limits how many executions one
-        call claims or completes. If a task blocks the event loop for longer than `block_limit`
-        (default: three leases), the worker releases its other executions. Tasks that the
-        application does not have wait for a worker that knows them; with `on_unknown_kind="fail"`
-        they fail.
+        Without `lanes` it serves the lanes of all tasks, and without `namespaces` the application's
+        own; `["*"]` means all of them, and several get equal shares. `batch` limits how many
+        executions one call claims or completes. If a task blocks the event loop for longer than
+        `block_limit` (default: three leases), the worker releases its other executions. Tasks that
+        the application does not have wait for a worker that knows them; with
+        `on_unknown_kind="fail"` they fail.
         """
         named = dict.fromkeys(task.lane for task in self.tasks.values())
         config = WorkerConfig(
@@ -256,6 +275,7 @@ class Fabric(AsyncClosing):
             lanes=lanes or tuple(named) or ("default",),
             # Checked and kept as a tuple there.
             capabilities=cast("Sequence[str]", capabilities),
+            namespaces=cast("Sequence[str]", namespaces),
             lease_ttl_ms=to_ms(lease_ttl, "lease_ttl"),
             block_limit_ms=None if block_limit is None else to_ms(block_limit, "block_limit"),
             max_concurrent_tasks=concurrency,

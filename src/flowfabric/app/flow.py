@@ -12,7 +12,8 @@ from flowfabric.app.flow_views import (
     GraphView,
     NodeChange,
 )
-from flowfabric.app.graphs import Graph, Node, NodeOptions, Nodes, checked_options
+from flowfabric.app.graphs import Graph, NodeOptions, Nodes, checked_options
+from flowfabric.app.handles import Node
 from flowfabric.app.run import Run, SyncRun, decoded_result
 from flowfabric.core.contracts import ListingPage
 from flowfabric.core.contracts.executions import ExecutionInfo
@@ -27,9 +28,9 @@ from flowfabric.core.contracts.flows import (
 )
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import CorruptionError, NotFoundError, TimeoutError_, invalid_input
-from flowfabric.core.graph import derived_uuid
 from flowfabric.core.ids import (
     ExecutionId,
+    derived_uuid,
     new_uuid,
     validate_namespace,
     validate_text,
@@ -100,7 +101,9 @@ class Flow:
             raise invalid_input("node", f"{node.key!r} is a node of another flow")
         key = node.key if isinstance(node, Node) else node
         uuid = derived_uuid(self.id, key)
-        name = self._ids.get(key) or IdStart(uuid, None, uuid)
+        # The error about an unknown id names the key.
+        shown = f"{uuid}, node {key} of flow {self.id}"
+        name = self._ids.get(key) or IdStart(shown, None, uuid)
         stored = None if self._graph is None else self._graph.nodes.get(key)
         kind = "" if stored is None else stored.execution_kind
         return Run(self._app.client, name, self._returns(kind), kind)

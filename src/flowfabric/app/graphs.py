@@ -2,12 +2,10 @@
 
 import itertools
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import (
     Any,
     Concatenate,
-    Generic,
-    Literal,
     ParamSpec,
     TypedDict,
     TypeVar,
@@ -16,23 +14,18 @@ from typing import (
     overload,
 )
 
-import msgspec
-
 from flowfabric.app import codec
+from flowfabric.app.handles import FutureValue, Node, ValueSource, listed
 from flowfabric.app.inputs import REFERRING, Reference, encode_referring, replaced
 from flowfabric.app.tasks import Task, as_task
-from flowfabric.core.annotations import Unencodable
 from flowfabric.core.contracts.flows import (
-    AnyOf,
     DependencyKind,
     GraphEdge,
     GraphNode,
     JoinAll,
     JoinPolicy,
-    OnSatisfied,
-    Quorum,
 )
-from flowfabric.core.errors import invalid_input
+from flowfabric.core.errors import ValidationError, invalid_input
 from flowfabric.core.graph import MAX_EDGES, MAX_NODES, SUBFLOW, is_input_name
 from flowfabric.core.ids import validate_text
 
@@ -44,127 +37,6 @@ A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
 R = TypeVar("R")
-T_co = TypeVar("T_co", covariant=True)
-
-
-class ValueSource(msgspec.Struct, frozen=True):
-    """Where the value of a handle comes from."""
-
-    sources: Sequence["FutureValue[Any]"]
-    how: Literal["one", "any", "some", "list"]
-    kind: DependencyKind = "success_only"
-    join: JoinPolicy | None = None
-
-
-class FutureValue(Unencodable, Generic[T_co]):
-    """A handle on a value of type `T` that a flow computes. Pass it as an argument of a node."""
-
-    __slots__ = ("plan",)
-
-    explanation = (
-        "a node has no value before its flow runs. Pass it to flow.add() as an argument, or inside "
-        "a list or dict, but not inside another object, as a dict key, or to task.submit()"
-    )
-
-    def __init__(self, plan: ValueSource) -> None:
-        self.plan = plan
-
-    def __bool__(self) -> bool:
-        raise TypeError("A node has no value before its flow runs. Add a task that tests it.")
-
-    def __format__(self, spec: str) -> str:
-        raise TypeError("A node has no value before its flow runs. Add a task that formats it.")
-
-    @property
-    def value(self) -> T_co:
-        """The handle itself, typed as the value, for example to pass it by name.
-
-        >>> flow.add(resize, image=photo.value, width=300)
-        """
-        return cast("T_co", self)
-
-
-class Node(FutureValue[T_co], Generic[T_co]):
-    """One node of a flow that is being built, and a handle on its future result."""
-
-    __slots__ = ("graph", "key")
-
-    def __init__(self, graph: "Graph", key: str) -> None:
-        super().__init__(ValueSource((self,), "one"))
-        self.graph = graph
-        self.key = key
-        """Its name in the flow."""
-
-    @property
-    def or_none(self) -> FutureValue[T_co | None]:
-        """The result, or None if the node did not complete; the node that takes it runs anyway.
-
-        >>> flow.add(report, download.or_none)
-        """
-        return FutureValue(ValueSource((self,), "one", "terminal"))
-
-    def __repr__(self) -> str:
-        return f"Node({self.key!r})"
-
-
-def gather(handles: Iterable[FutureValue[R]]) -> FutureValue[list[R]]:
-    """All results as a list, in the order of the handles.
-
-    >>> flow.add(total, gather(flow.map(count_words, pages)))
-    """
-    sources = tuple(_listed(handles, "handles"))
-    for each in sources:
-        if not isinstance(each, FutureValue):
-            raise invalid_input("handles", f"must be nodes; one item is a {type(each).__name__}")
-    return FutureValue(ValueSource(sources, "list"))
-
-
-def any_of(*nodes: Node[R], on_satisfied: OnSatisfied = "let_run") -> FutureValue[R]:
-    """The result of the first node that completes.
-
-    `on_satisfied="cancel_remaining"` then cancels the others; `"let_run"` lets them finish.
-
-    >>> flow.add(show, any_of(fast, cheap, on_satisfied="cancel_remaining"))
-    """
-    return _joined(nodes, "any", AnyOf(_checked(on_satisfied)))
-
-
-def quorum(k: int, *nodes: Node[R], on_satisfied: OnSatisfied = "let_run") -> FutureValue[list[R]]:
-    """A list of results, as soon as `k` of the nodes have completed.
-
-    The list is in the order of the nodes and may contain more than `k` results.
-
-    >>> flow.add(decide, quorum(2, *votes))
-    """
-    if type(k) is not int or not 1 <= k <= len(nodes):
-        raise invalid_input("k", f"must be 1 to {len(nodes)}, the number of nodes, got {k!r}")
-    return _joined(nodes, "some", Quorum(k, _checked(on_satisfied)))
-
-
-def _listed(items: Any, field: str) -> list[Any]:
-    if isinstance(items, FutureValue):
-        problem = "must be a list, but a node has no value before its flow runs. To add one node "
-        raise invalid_input(field, problem + "per item of a result, use ctx.spawn() in a handler.")
-    if not isinstance(items, Iterable):
-        raise invalid_input(field, f"must be a list, got {type(items).__name__}")
-    return list(cast("Iterable[Any]", items))
-
-
-def _checked(on_satisfied: OnSatisfied) -> OnSatisfied:
-    if on_satisfied not in get_args(OnSatisfied):
-        raise invalid_input("on_satisfied", "must be cancel_remaining or let_run")
-    return on_satisfied
-
-
-def _joined(
-    nodes: Sequence[Any], how: Literal["any", "some"], join: JoinPolicy
-) -> FutureValue[Any]:
-    if not nodes or not all(isinstance(node, Node) for node in nodes):
-        advice = " Unpack a list: any_of(*nodes)." if nodes and isinstance(nodes[0], list) else ""
-        raise invalid_input("nodes", f"must be one or more nodes of the flow.{advice}")
-    if len(set(nodes)) < len(nodes):
-        raise invalid_input("nodes", "must be different; one of them is passed twice")
-    return FutureValue(ValueSource(tuple(nodes), how, join=join))
 
 
 class NodeOptions(TypedDict, total=False):
@@ -287,7 +159,7 @@ class Nodes:
         >>> pages = flow.map(fetch, urls)
         >>> counts = flow.map(count_words, pages, language="en")
         """
-        items = _listed(items, "items")
+        items = listed(items, "items")
         if self._options.get("key") and len(items) > 1:
             raise invalid_input("key", "names one node, but map() adds several. Leave it out.")
         return [self.add(task, item, *args, **kwargs) for item in items]
@@ -329,7 +201,7 @@ class Graph:
         if task.key:
             problem = "A flow is never stored twice, so its nodes need no idempotency key."
             raise invalid_input("idempotency_key", problem)
-        arguments, by_name = task.bind(args, kwargs)
+        arguments, by_name = _bound(task, args, kwargs)
         key = self._new_key(task.name, options.get("key"))
         waits = _Waits(self, key)
         written = [(name, waits.written(name, value)) for name, value in arguments]
@@ -479,6 +351,21 @@ class _Waits:
             problem = f"{node.key!r} is a node of another flow. Pass its result as a value."
             raise invalid_input("arguments", problem)
         return node.key
+
+
+def _bound(
+    task: Task[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[tuple[str, Any]], bool]:
+    """The arguments of a call; says where options of the node belong."""
+    try:
+        return task.bind(args, kwargs)
+    except ValidationError as error:
+        for name in NodeOptions.__annotations__:
+            if name in kwargs and f"no parameter {name!r}" in str(error):
+                problem = f"{task.name}() has no parameter {name!r}. To set this option of a node, "
+                problem += f"write flow.options({name}=…).add({task.name}, …)."
+                raise invalid_input("arguments", problem) from error
+        raise
 
 
 def _is_future(value: Any) -> bool:

@@ -15,12 +15,13 @@ from flowfabric.core.errors import FlowFabricError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.waitpoints import SignalOptions
 from flowfabric.engine.lookup import IdStart, find_execution
 from flowfabric.engine.overview import Wait
 from flowfabric.sdk.blocking import Caller, SyncTwin, blocking
 from flowfabric.sdk.client import Client, Outcome
+from flowfabric.sdk.diagnosis import Diagnosis
 from flowfabric.sdk.following import Tail
-from flowfabric.sdk.options import SignalOptions
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -110,6 +111,13 @@ class Run(Generic[R_co]):
     async def info(self) -> ExecutionInfo:
         """The details of the execution: times, attempts, failure, lane, priority and more."""
         return await (await self._connect()).backend.reads.read_execution_info(self.id)
+
+    async def explain(self) -> Diagnosis:
+        """Why the execution is not running and what would help.
+
+        >>> print(await run.explain())
+        """
+        return await (await self._connect()).explain(self.id)
 
     async def wait(self, timeout: Duration | None = None) -> Outcome:
         """Wait until the execution has ended, whatever its outcome."""
@@ -244,6 +252,7 @@ class SyncRun(SyncTwin[Run[R_co]], Generic[R_co]):
 
     state = blocking(Run[R_co].state)
     info = blocking(Run[R_co].info)
+    explain = blocking(Run[R_co].explain)
     wait = blocking(Run[R_co].wait)
     wait_until_suspended = blocking(Run[R_co].wait_until_suspended)
     result = blocking(Run[R_co].result)

@@ -18,8 +18,15 @@ from flowfabric.core.capabilities import normalise
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import ConfigError, invalid_input
-from flowfabric.core.ids import ExecutionId, validate_lane, validate_text
-from flowfabric.core.policy import ExecutionPolicy, Retry, parse_policy
+from flowfabric.core.ids import (
+    ExecutionId,
+    budget_id,
+    is_list,
+    quota_id,
+    validate_lane,
+    validate_text,
+)
+from flowfabric.core.policy import NO_POLICY, ExecutionPolicy, Retry, parse_policy
 from flowfabric.core.tags import validate_creation_tags
 
 if typing.TYPE_CHECKING:
@@ -50,6 +57,10 @@ class TaskOptions(TypedDict, total=False):
     """What a worker must offer to run it."""
     retention: Duration | None
     """How long an execution is kept after its end."""
+    quota: str | None
+    """The name of the quota that limits how often and how many executions start."""
+    budgets: Iterable[str]
+    """The names of the budgets that limit it: it starts only while none is exhausted."""
 
 
 class SubmitOptions(TypedDict, total=False):
@@ -67,6 +78,10 @@ class SubmitOptions(TypedDict, total=False):
     """When the first attempt may start: a time with a time zone, instead of `delay`."""
     tags: Mapping[str, str] | None
     """Labels to find the execution by."""
+    quota: str | None
+    """Another quota than the task's own."""
+    budgets: Iterable[str] | None
+    """Other budgets than the task's own."""
 
 
 class Task(Generic[P, R_co]):
@@ -89,7 +104,7 @@ class Task(Generic[P, R_co]):
         self._own = shared
         self._arguments = arguments
         self._options: SubmitOptions = options or {}
-        self.shared = _adjusted(shared, options) if options else shared
+        self.shared = _adjusted(shared, options, app.namespace) if options else shared
         """What all its submissions have in common."""
         self.key = _checked_key(shared.execution_kind, self._options.get("idempotency_key"))
         """The idempotency key of a submission; empty for none."""
@@ -207,7 +222,7 @@ class TaskDecorator:
         self._name = name
         self._lane = validate_lane(options.get("lane", "default"))
         self._retry = _retry(options.get("retry"))
-        self._policy = _policy(options, self._retry)
+        self._policy = _policy(options, self._retry, app.namespace)
 
     @overload
     def __call__(
@@ -264,6 +279,10 @@ def as_task(app: "Fabric", task: object) -> Task[..., Any]:
         return typing.cast("Task[..., Any]", task)
     if isinstance(task, str):
         return app.named(task)
+    if inspect.iscoroutine(task):
+        task.close()
+        problem = "must be a task, got a call of one. Pass the task and its arguments separately."
+        raise invalid_input("task", problem)
     problem = f"must be a task or its name, got {task!r}. Decorate the function with @app.task."
     raise invalid_input("task", problem)
 
@@ -276,7 +295,7 @@ def shared_fields(name: str, **fields: Any) -> NewExecution:
     )
 
 
-def _adjusted(shared: NewExecution, options: SubmitOptions) -> NewExecution:
+def _adjusted(shared: NewExecution, options: SubmitOptions, namespace: str) -> NewExecution:
     """The execution with these options; refuses wrong types, such as `idempotency_key=0`."""
     _refuse_unknown(options, SubmitOptions)
     lane, delay, at = options.get("lane"), options.get("delay"), options.get("at")
@@ -292,7 +311,29 @@ def _adjusted(shared: NewExecution, options: SubmitOptions) -> NewExecution:
         delay_ms=None if delay is None else to_ms(delay, "delay"),
         delay_until=None if at is None else _time_ms(at),
         tags={} if tags is None else validate_creation_tags(tags),
+        policy=_limited(shared.policy, options, namespace),
     )
+
+
+def _limited(
+    policy: ExecutionPolicy | None, options: SubmitOptions, namespace: str
+) -> ExecutionPolicy | None:
+    """The policy with other budgets or another quota than its own; None keeps them."""
+    budgets, quota = options.get("budgets"), options.get("quota")
+    changes: dict[str, Any] = {}
+    if budgets is not None:
+        given = parse_policy({"budget_ids": _budget_ids(budgets, namespace)}) or NO_POLICY
+        changes["budget_ids"] = given.budget_ids
+    if quota is not None:
+        changes["quota_policy_id"] = quota_id(quota, namespace)
+    return msgspec.structs.replace(policy or NO_POLICY, **changes) if changes else policy
+
+
+def _budget_ids(budgets: Iterable[str], namespace: str) -> list[str]:
+    if not is_list(budgets):
+        problem = f"must be a list of names, got {type(budgets).__name__}"
+        raise invalid_input("budgets", problem)
+    return [budget_id(typing.cast("str", name), namespace) for name in budgets]
 
 
 def _time_ms(at: object) -> int:
@@ -329,9 +370,15 @@ def _retry(retry: object) -> Retry | None:
     raise ConfigError("task", problem, "retry")
 
 
-def _policy(options: Mapping[str, Any], retry: Retry | None) -> ExecutionPolicy | None:
+def _policy(
+    options: Mapping[str, Any], retry: Retry | None, namespace: str
+) -> ExecutionPolicy | None:
     """The execution policy of the options of a task; None if all are defaults."""
-    policy: dict[str, dict[str, Any]] = {}
+    policy: dict[str, Any] = {}
+    if options.get("quota") is not None:
+        policy["quota_policy_id"] = quota_id(options["quota"], namespace)
+    if options.get("budgets"):
+        policy["budget_ids"] = _budget_ids(options["budgets"], namespace)
     if retry is not None:
         policy["retry_policy"] = msgspec.to_builtins(retry.policy())
     for option, part, field in _DURATIONS:

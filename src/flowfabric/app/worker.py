@@ -13,7 +13,8 @@ from flowfabric.app.inputs import REFERRING, decode_referring, missing_note
 from flowfabric.app.stopping import HandlerThreads, on_signals
 from flowfabric.app.tasks import TaskFunction
 from flowfabric.core.errors import ConfigError, LeaseLost, PayloadMismatch, ValidationError
-from flowfabric.engine.valkey.connect import ServerLocation
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.connect import ServerLocation
 from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.failures import FinalFailure, HandlerFailure
@@ -97,6 +98,11 @@ class AppWorker:
         """Log, at every level, what the end of the run waits for."""
         if self._runtime is not None:
             self._runtime.announce_stop(grace_s)
+
+    @property
+    def backend(self) -> Backend | None:
+        """The engine that it serves; None unless it runs."""
+        return None if self._runtime is None else self._runtime.worker.backend
 
     def release_leases(self) -> int:
         """Release every lease, from any thread: others need not wait until they expire."""

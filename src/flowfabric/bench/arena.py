@@ -14,7 +14,7 @@ from typing import TypeVar
 from flowfabric.bench.report import Options, Progress
 from flowfabric.core.partition import PartitionCounts, solo_partition
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.valkey.connect import open_backend, start_embedded
+from flowfabric.engine.connect import open_backend, start_embedded
 from flowfabric.engine.valkey.raw import RawCalls
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class Arena:
         await poll(self._nothing_runs)
 
     async def _nothing_waits(self) -> bool:
-        return not await self.backend.wakeups.find_work(LANE, [self.tag])
+        return not await self.backend.wakeups.find_work([(LANE, self.tag)])
 
     async def _nothing_runs(self) -> bool:
         lane = self.backend.listings.list_lane

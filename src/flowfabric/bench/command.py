@@ -9,9 +9,10 @@ import typer
 Aof = Literal["no", "everysec", "always"]
 # fmt: off
 Scenario = Literal[
-    "lifecycle", "floor", "latency", "memory", "idle",
+    "lifecycle", "floor", "latency", "memory", "idle", "lanes",
     "backlog", "recovery", "resume", "stream", "tokens",
-    "chain", "fanout", "cancel",
+    "chain", "fanout", "cancel", "http", "remote", "admission",
+    "routed", "fairness",
 ]
 # fmt: on
 
@@ -31,6 +32,9 @@ memory     Bytes per execution in each state, with a 200-byte payload.
 idle       Commands per second of 1 and of 100 idle workers. How much 100 idle
            workers slow down a submitter: on another lane, and on its own lane
            but unable to run its work. Compared with a server without workers.
+lanes      One worker runs n executions of one lane, then n of 100 lanes, then 10
+           of each of 1,000 lanes. Commands per second of an idle worker with
+           100 lanes.
 backlog    The time of a claim with a thousand and with n executions waiting.
 recovery   From kill -9 of a worker until its n executions run in another
            process, with a lease of 2 s: once for a worker that also runs the
@@ -46,14 +50,29 @@ chain      Submits one flow of ten members at a time to an idle worker and waits
            worker runs them: n / total time.
 fanout     From the completion of a member until the 1,000 members that wait
            for it can run. Then a whole flow of 1,002 members; n times each.
+admission  Submits and runs n executions without limits, then n that name a budget
+           and a quota, neither of which is reached.
 cancel     Members cancelled per second in n flows of 1,002 waiting members.
            From the completion of one of 10, 100 and 1,000 running siblings
            until a join that needs only one has cancelled the others.
+http       Submits n executions to a server process over HTTP, one per request,
+           from 32 connections. Then n in bulk requests of 500, compared with
+           the same batches through the engine. Then 1,000 frames of 200
+           executions, each followed by a client.
+remote     One worker, connected to a server process over HTTP, runs n executions
+           while they are submitted: n / total time. Then one execution at a
+           time, from submit to handler start on the idle worker.
+routed     Runs n executions that require ten sets of capabilities on forty
+           workers. Then submits them one at a time.
+fairness   Time from submit to handler start in one namespace: alone, and with
+           another namespace that has ten times as much work.
 """
 
 
 def bench(
-    scenario: Annotated[Scenario, typer.Argument(show_default=False)],
+    scenario: Annotated[
+        Scenario | None, typer.Argument(show_default=False, help="Without one, lists them.")
+    ] = None,
     *,
     n: Annotated[
         int | None,
@@ -76,6 +95,9 @@ def bench(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
+    if scenario is None:
+        sys.stdout.write(_HELP.partition("\b\n")[2])
+        return
     for given, name in ((unbatched, "--unbatched"), (with_floor, "--with-floor")):
         if given and scenario != "lifecycle":
             raise typer.BadParameter(f"{name} is only for the lifecycle scenario")

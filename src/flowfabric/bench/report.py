@@ -75,6 +75,14 @@ _MEANING = {
     "commands_per_s_100": ("100 idle workers", "commands/s"),
     "submit_slowdown_pct": ("submitter with 100 idle workers on another lane", "% slower"),
     "submit_slowdown_same_lane_pct": ("… on its lane that cannot run the work", "% slower"),
+    "one_lane_per_s": ("run on one lane", "/s"),
+    "lanes_100_per_s": ("run on 100 lanes", "/s"),
+    "of_one_lane": ("100 lanes / one lane", ""),
+    "lanes_1000_per_s": ("run on 1,000 lanes, 10 each", "/s"),
+    "idle_commands_per_s": ("idle worker with 100 lanes", "commands/s"),
+    "plain_per_s": ("lifecycles without limits", "/s"),
+    "limited_per_s": ("lifecycles with a budget and a quota", "/s"),
+    "of_plain": ("with limits / without", ""),
     "claim_ms_1e3": ("claim, a thousand waiting", "ms"),
     "claim_ms_1e6": ("claim, n waiting", "ms"),
     "ratio_p99": ("99th percentile, n waiting / a thousand waiting", ""),
@@ -95,9 +103,18 @@ _MEANING = {
     "whole_ms": ("whole flow, 1 → 1,000 → 1", "ms"),
     "members_per_s": ("members of that flow", "/s"),
     "cancelled_per_s": ("members cancelled", "/s"),
+    "bulk_per_s": ("submitted in bulk requests", "/s"),
+    "http per_s": ("submitted one by one", "/s"),
+    "http ms": ("one submit", "ms"),
+    "sse_lag_ms": ("appended → read by its client, of 200", "ms"),
+    "bulk_of_engine": ("of the same batches through the engine", ""),
     "race_ms_10": ("completed → 9 siblings cancelled", "ms"),
     "race_ms_100": ("… 99 siblings", "ms"),
     "race_ms_1000": ("… 999 siblings", "ms"),
+    "of_lifecycle": ("share of a plain lifecycle", ""),
+    "alone_ms": ("submit → handler starts, alone", "ms"),
+    "beside_ms": ("… beside ten times the work of another namespace", "ms"),
+    "fairness_ratio_p99": ("99th percentile, beside / alone", ""),
     "tried": ("forged tokens tried", ""),
     "accepted": ("forged tokens accepted", ""),
 }
@@ -113,21 +130,29 @@ def rounded(value: float) -> float:
 
 def as_table(report: Mapping[str, object]) -> Table:
     """The figures of a report, each with the AOF setting."""
-    repeat = report["repeat"]
+    repeat, aof = report["repeat"], str(report["aof"])
     runs = "" if repeat == 1 else f", median of {repeat} runs"
     table = Table(title=f"{report['scenario']}: n = {report['n']:,}{runs}")
-    for heading in ("figure", "", "", "key", "AOF"):
-        table.add_column(heading, justify="right" if not heading else "left", no_wrap=True)
-    table.columns[2].justify = "left"
-    for key, value in report.items():
-        if key in _ABOUT:
-            continue
-        which = next((each for each in _PERCENTILES if each in key), "")
-        plain = key.replace(which, "")
-        label, unit = _MEANING.get(f"{report['scenario']} {plain}") or _MEANING[plain]
-        label += _PERCENTILES.get(which, "")
-        table.add_row(label, f"{value:,}", unit, key, str(report["aof"]))
+    figures = {key: f"{value:,}" for key, value in report.items() if key not in _ABOUT}
+    meanings = {key: _meaning(str(report["scenario"]), key) for key in figures}
+    # Numbers and units are never cut: names wrap where the terminal is too narrow.
+    table.add_column("figure", overflow="fold")
+    widest = max(map(len, figures.values()))
+    table.add_column("", justify="right", no_wrap=True, min_width=widest)
+    table.add_column("", no_wrap=True, min_width=max(len(unit) for _, unit in meanings.values()))
+    table.add_column("key", overflow="fold")
+    table.add_column("AOF", no_wrap=True, min_width=len(aof))
+    for key, (label, unit) in meanings.items():
+        table.add_row(label, figures[key], unit, key, aof)
     return table
+
+
+def _meaning(scenario: str, key: str) -> tuple[str, str]:
+    """What a figure says, and its unit."""
+    which = next((each for each in _PERCENTILES if each in key), "")
+    plain = key.replace(which, "")
+    label, unit = _MEANING.get(f"{scenario} {plain}") or _MEANING[plain]
+    return label + _PERCENTILES.get(which, ""), unit
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -23,12 +23,17 @@ from flowfabric.core.errors import ConfigError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 
+LIMITS = "bench"
+"""The name of the budget and of the quota of `BenchApp.limited`."""
 _WAIT_S = 120.0
 _END_S = 20.0
 
 
+CAPABILITY_SETS = tuple(f"bench-{number}" for number in range(10))
+
+
 class BenchApp(Fabric):
-    """An application on the scenario's server: `noop`, `stamp`, `hold`, `ask` and `unwanted`."""
+    """An application on the scenario's server: `noop`, `limited`, `stamp`, `hold`, …"""
 
     def __init__(self, url: str, *, started: Callable[[], None] = lambda: None) -> None:
         super().__init__(url)
@@ -58,6 +63,11 @@ class BenchApp(Fabric):
 
         task = self.task(lane=LANE)
         self.noop, self.stamp, self.hold, self.ask = task(noop), task(stamp), task(hold), task(ask)
+        self.limited = self.task(name="limited", lane=LANE, budgets=[LIMITS], quota=LIMITS)(noop)
+        self.routed = [
+            self.task(lane=LANE, capabilities={name}, name=f"noop-{name}")(noop)
+            for name in CAPABILITY_SETS
+        ]
         self.unwanted = self.task(lane=LANE, capabilities={"bench-nobody"})(unwanted)
 
     def expect(self, calls: int, reached: Callable[[], None]) -> None:

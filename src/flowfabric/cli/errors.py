@@ -8,7 +8,13 @@ from typing import Any, Literal, TextIO
 import typer
 
 from flowfabric.cli.views.text import clean, json_line
-from flowfabric.core.errors import ConfigError, EngineError, FlowFabricError, TransportError
+from flowfabric.core.errors import (
+    BackendNotBuilt,
+    ConfigError,
+    EngineError,
+    FlowFabricError,
+    TransportError,
+)
 from flowfabric.core.text import compact_ids
 
 
@@ -47,7 +53,7 @@ def report(error: FlowFabricError, *, as_json: bool) -> int:
     except OSError:
         # The exit status must still be right.
         discard_output(sys.stderr)
-    return 2 if isinstance(error, UsageError) else 1
+    return 2 if isinstance(error, (UsageError, BackendNotBuilt)) else 1
 
 
 def _described(error: FlowFabricError) -> CliError:

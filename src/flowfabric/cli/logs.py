@@ -17,6 +17,7 @@ from flowfabric.core.forks import forget_on_fork
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.text import clock, compact_ids
 from flowfabric.engine.layers.audit import ends
+from flowfabric.server.error_reports import start_error_reports
 
 Level = Literal["debug", "info", "warning", "error"]
 
@@ -33,10 +34,13 @@ _COLOURS = {"DEBUG": "90", "INFO": "36", "WARNING": "33", "ERROR": "31", "CRITIC
 def set_up_logs(level: Level | None, *, as_json: bool, process: int | None = None) -> bool:
     """Log to standard error; FF_LOG_LEVEL and FF_LOG_FORMAT set the defaults.
 
-    `process` labels every line of one of several processes. Returns whether it logs JSON.
+    `process` labels every line of one of several processes. Errors also go to Sentry if
+    FF_SENTRY_DSN is set. Returns whether it logs JSON.
     """
-    minimum = level or _choice("FF_LOG_LEVEL", get_args(Level), "info")
-    as_json = as_json or _choice("FF_LOG_FORMAT", ("text", "json"), "text") == "json"
+    default_level, default_format = log_settings()
+    minimum = level or default_level
+    as_json = as_json or default_format == "json"
+    start_error_reports(os.environ)
     handler = BackgroundHandler(sys.stderr)
     colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     text = TextFormatter(colour=colour, process=process)
@@ -48,6 +52,12 @@ def set_up_logs(level: Level | None, *, as_json: bool, process: int | None = Non
         ends.setLevel(logging.CRITICAL)
     root.setLevel(minimum.upper())
     return as_json
+
+
+def log_settings() -> tuple[str, str]:
+    """The level and the format that the environment sets; a bad one is a `ConfigError`."""
+    level = _choice("FF_LOG_LEVEL", get_args(Level), "info")
+    return level, _choice("FF_LOG_FORMAT", ("text", "json"), "text")
 
 
 def flush_logs() -> None:

@@ -19,11 +19,14 @@ from flowfabric.cli.options import Namespace, Target, Url, flag
 from flowfabric.core.errors import FlowFabricError
 
 COMMANDS = {
+    "dev": ("dev", "Run an application and all it needs, for development."),
     "worker": ("worker", "Run the tasks of an application until SIGTERM or Ctrl-C."),
+    "server": ("server", "Serve the REST API until SIGTERM or Ctrl-C."),
     "submit": ("submit", "Submit one execution of a task."),
     "result": ("submit", "Wait for the result of an execution and print it as JSON."),
     "ps": ("executions", "List executions, newest first."),
     "show": ("executions", "Show everything about one execution."),
+    "explain": ("executions", "Explain why an execution is not running."),
     "flows": ("flows", "List flows, newest first."),
     "flow": ("flows", "Show or change one flow."),
     "tail": ("tail", "Print the output of an execution live, until it finishes."),
@@ -36,10 +39,20 @@ COMMANDS = {
     "summary": ("tail", "Print the summary document of an execution."),
     "revoke-lease": ("executions", "Revoke the lease of a running execution."),
     "close-waitpoint": ("waits", "Close a waitpoint, so that its token stops working."),
+    "top": ("top", "Show the activity of the deployment, live."),
     "workers": ("fleet", "List live workers."),
+    "drain-worker": ("fleet", "Stop giving work to a worker."),
     "lanes": ("fleet", "List lanes with their work and their workers."),
+    "lane": ("fleet", "Show, pause, resume, drain or change one lane."),
+    "quotas": ("quotas", "List quotas and how much of each is used."),
+    "quota": ("quotas", "Show, create or change one quota."),
+    "budgets": ("budgets", "List budgets with their usage."),
+    "budget": ("budgets", "Show or change one budget."),
     "secrets": ("deployment", "List the keys that sign waitpoint tokens."),
     "rotate-secret": ("deployment", "Sign waitpoint tokens with a new secret."),
+    "config": ("server", "Print the settings of a server and their sources."),
+    "tokens": ("tokens", "Create, list and revoke the API tokens of a server."),
+    "admin": ("admin", "Check a planned deployment without connecting to it."),
     "doctor": ("deployment", "Check the deployment and suggest fixes."),
 }
 """The module of each command and its line in `flowfabric --help`.
@@ -48,20 +61,26 @@ A command's module loads the engine. It is imported only to run the command or t
 """
 
 _OTHER_NAMES = {
+    "budgets": "costs spending usage",
     "cancel": "abort kill stop terminate",
-    "doctor": "check diagnose health ping",
+    "doctor": "check health ping",
     "flows": "dags graphs pipelines workflows",
     "flow": "dag graph pipeline tree workflow",
-    "lanes": "lane queue queues",
+    "lanes": "queues",
+    "lane": "queue",
     "ps": "executions find jobs list ls runs search tasks",
     "purge": "clean clear delete prune remove rm",
+    "quotas": "limits rates ratelimits throttles",
     "replay": "redo rerun resubmit restart retry",
     "result": "get output wait",
-    "show": "describe explain info inspect state status why",
+    "show": "describe info inspect state status",
+    "explain": "diagnose reason why",
     "submit": "call enqueue invoke push run send start",
+    "top": "dashboard live monitor overview",
     "tail": "follow log logs stream watch",
     "waiting": "approvals blocked pending suspended waits",
     "worker": "consume serve work",
+    "dev": "develop up",
     "approve": "accept answer reject resume",
     "workers": "fleet nodes processes",
     "version": "about",
@@ -118,7 +137,10 @@ def load_command(name: str) -> Any:
             add_completion=False, no_args_is_help=True, help=COMMANDS[name][1], **_SETTINGS
         )
         for each, part in cast("Mapping[str, Any]", run).items():
-            group.command(each, cls=Command)(with_shared_options(part))
+            shared = with_shared_options(part) if iscoroutinefunction(part) else part
+            group.command(each, cls=Command)(shared)
+        # With a callback, a group of one command stays a group.
+        group.callback()(lambda: None)
         return typer.main.get_command(group)
     single = typer.Typer(add_completion=False, **_SETTINGS)
     single.command(name, cls=Command)(with_shared_options(run) if iscoroutinefunction(run) else run)

@@ -69,7 +69,7 @@ def checked_names(check: Callable[[str], object], text: str) -> list[str]:
 
 def _check_url(url: str) -> None:
     # Few commands get a url, and this loads the engine.
-    from flowfabric.engine.valkey.connect import check_url  # noqa: PLC0415
+    from flowfabric.engine.connect import check_url  # noqa: PLC0415
 
     check_url(url)
 
@@ -112,7 +112,10 @@ Id = Annotated[str, argument("ID", _ID)]
 OptionalId = Annotated[str | None, argument("ID", _ID)]
 OptionalIds = Annotated[list[str] | None, argument("ID", _ID)]
 FlowId = Annotated[str, argument("ID", "The flow id, or its first characters.")]
-_URL = "The server's address, such as valkey://host:port or unix://path. Overrides FF_URL."
+_URL = (
+    "The address of Valkey or of a FlowFabric server, such as valkey://host:port, unix://path or "
+    "http://host:9090. Overrides FF_URL."
+)
 Url = Annotated[str | None, value("URL", _URL, "--url", parser=partial(checked, _check_url))]
 parse_namespace = partial(checked, validate_namespace)
 Namespace = Annotated[

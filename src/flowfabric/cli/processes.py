@@ -1,4 +1,4 @@
-"""`flowfabric worker --processes N`: starts the processes, restarts those that die, stops all."""
+"""Worker processes under a supervisor, which starts them, restarts those that die, stops all."""
 
 import asyncio
 import contextlib
@@ -9,8 +9,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import msgspec
 
@@ -19,6 +19,8 @@ from flowfabric.sdk.logs import log_always
 
 log = logging.getLogger(__name__)
 
+Facts = dict[str, Any]
+"""What a worker says about itself when it is ready: its tasks, its lanes, its address."""
 _VARIABLE = "_FLOWFABRIC_MEMBER"
 """What a process knows of its place: its number, how many there are, and its link."""
 _FIRST_PAUSE_S = 0.5
@@ -30,8 +32,9 @@ _STABLE_S = 60.0
 class Member(msgspec.Struct, frozen=True):
     """One worker process of several, as it sees itself.
 
-    Its link to the supervisor is a socket: the member says once that it is ready, the supervisor
-    which signal it received. The link ends when the supervisor dies, however that happens.
+    Its link to the supervisor is a socket: the member says once that it is ready, with its facts;
+    the supervisor says which signal it received. The link ends when the supervisor dies, however
+    that happens.
     """
 
     number: int
@@ -49,10 +52,10 @@ class Member(msgspec.Struct, frozen=True):
         os.set_inheritable(descriptor, False)  # noqa: FBT003
         return cls(number, count, socket.socket(fileno=descriptor))
 
-    def serve(self, stop: Callable[[int], None]) -> None:
+    def serve(self, facts: Facts, stop: Callable[[int], None]) -> None:
         """Say that this process is ready, and call `stop` when all should stop."""
         with contextlib.suppress(OSError):
-            self.link.send(b"r")
+            self.link.sendall(msgspec.json.encode(facts) + b"\n")
         threading.Thread(target=self._follow, args=(stop,), name="ff-member", daemon=True).start()
 
     def _follow(self, stop: Callable[[int], None]) -> None:
@@ -72,11 +75,26 @@ class _Running(msgspec.Struct):
 
 
 class Supervisor:
-    """Keeps `count` worker processes running until a signal stops them."""
+    """Keeps `count` worker processes running until it is told to stop.
 
-    def __init__(self, count: int, ready: Callable[[], object]) -> None:
+    `command` is what follows `flowfabric`. `first_ready` gets the facts of the first process that
+    is ready, `all_ready` is called when all of them are.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        count: int,
+        *,
+        first_ready: Callable[[Facts], object],
+        all_ready: Callable[[], object] = lambda: None,
+        variables: Mapping[str, str] = {},
+    ) -> None:
+        self._command = (sys.executable, "-m", "flowfabric", *command)
         self._count = count
-        self._ready = ready
+        self._on_first_ready = first_ready
+        self._on_all_ready = all_ready
+        self._variables = variables
         self._running: dict[int, _Running] = {}
         self._were_ready: set[int] = set()
         self._first_ready = asyncio.Event()
@@ -88,9 +106,6 @@ class Supervisor:
 
         The first process starts alone: what is wrong with the application is then said once.
         """
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
         first = asyncio.create_task(self._keep(1))
         up = asyncio.create_task(self._first_ready.wait())
         await asyncio.wait((first, up), return_when=asyncio.FIRST_COMPLETED)
@@ -99,17 +114,27 @@ class Supervisor:
         codes = await asyncio.gather(first, *(self._keep(number) for number in others))
         return max(codes) if not self._killed_by else 128 + self._killed_by
 
-    def _on_signal(self, number: int) -> None:
-        running = list(self._running.values())
+    def on_signal(self, number: int) -> None:
+        """Stop after the first signal; after the second, kill the processes."""
         if self._stopping.is_set():
-            self._killed_by = number
-            for each in running:
-                each.process.kill()
+            self.kill(number)
             return
+        count = len(self._running)
+        text = f"stopping: waiting for {plural(count, 'worker')}"
+        log_always(logging.INFO, text, action="workers_draining", processes=count)
+        self.stop(number)
+
+    def kill(self, number: int) -> None:
+        """End every process at once, as a second signal does."""
         self._stopping.set()
-        text = f"stopping: waiting for {plural(len(running), 'worker')}"
-        log_always(logging.INFO, text, action="workers_draining", processes=len(running))
-        for each in running:
+        self._killed_by = number
+        for each in self._running.values():
+            each.process.kill()
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Let every process finish what it runs, as after this signal."""
+        self._stopping.set()
+        for each in self._running.values():
             # Through the link, because a service manager may have signalled all processes, and a
             # second signal would end them at once.
             if each.ready:
@@ -150,8 +175,8 @@ class Supervisor:
         with ours:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "flowfabric", *sys.argv[1:]),
-                    env=os.environ | {_VARIABLE: place},
+                    *self._command,
+                    env={**os.environ, **self._variables, _VARIABLE: place},
                     stdin=asyncio.subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                     # Ctrl-C reaches only the supervisor, which passes it on.
@@ -170,14 +195,20 @@ class Supervisor:
 
     async def _greet(self, number: int, running: _Running) -> None:
         """Note that a process is ready."""
-        if not await asyncio.get_running_loop().sock_recv(running.link, 1):
-            return
+        loop, said = asyncio.get_running_loop(), b""
+        while not said.endswith(b"\n"):
+            part = await loop.sock_recv(running.link, 65_536)
+            if not part:
+                return
+            said += part
         running.ready = True
-        self._first_ready.set()
+        if not self._first_ready.is_set():
+            self._first_ready.set()
+            self._on_first_ready(msgspec.json.decode(said))
         if len(self._were_ready) < self._count:
             self._were_ready.add(number)
             if len(self._were_ready) == self._count and not self._stopping.is_set():
-                self._ready()
+                self._on_all_ready()
 
 
 def _ending(code: int) -> str:

@@ -19,8 +19,8 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.core.text import shown
 from flowfabric.engine import lookup
 from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.connect import ServerLocation, data_folder, has_data, no_data
 from flowfabric.engine.flow_overview import flows_that_start_with
-from flowfabric.engine.valkey.connect import ServerLocation, data_folder, has_data, no_data
 
 _UUID_LENGTH = 36
 _MIN_START = 4
@@ -65,13 +65,17 @@ class NoDataYet(CliError):
 
 
 @asynccontextmanager
-async def open_backend(target: Target) -> AsyncGenerator[Backend]:
-    """A backend on existing data. Raises `NoDataYet` instead of creating a folder."""
+async def open_backend(target: Target, *, create: bool = False) -> AsyncGenerator[Backend]:
+    """A backend on existing data. Without any, raises `NoDataYet`, or creates the folder."""
     location = ServerLocation(target.url)
-    if location.embedded and not has_data():
+    is_new = location.embedded and not has_data()
+    if is_new and not create:
         raise NoDataYet("no_data", *no_data())
     try:
-        backend = await location.open_existing(name="flowfabric-cli", connect_timeout=CONNECT_S)
+        if is_new:
+            backend = await location.open(name="flowfabric-cli")
+        else:
+            backend = await location.open_existing(name="flowfabric-cli", connect_timeout=CONNECT_S)
         async with aclosing(backend):
             yield backend
     finally:

@@ -1,6 +1,6 @@
 """Capabilities: what an execution requires and a worker offers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 from urllib.parse import quote, unquote
 
@@ -67,6 +67,53 @@ def read_tasks(csv: str) -> tuple[tuple[str, ...], bool]:
     """The tasks of a worker from their stored form, and whether it takes others too."""
     names = [token.removeprefix(_TASK) for token in csv.split(",") if token]
     return tuple(unquote(name) for name in names if name), "" not in names
+
+
+def signature_parts(signature: str) -> tuple[str, str]:
+    """The namespace and the required tokens, as CSV, by which waiting work is indexed.
+
+    >>> signature_parts("acme cuda,gpu"), signature_parts("gpu")
+    (('acme', 'cuda,gpu'), ('default', 'gpu'))
+    """
+    namespace, mark, required = signature.partition(" ")
+    return (namespace, required) if mark else ("default", signature)
+
+
+def split_tasks(required: str) -> tuple[frozenset[str], tuple[str, ...]]:
+    """The capabilities among required tokens, and the tasks that a worker must know.
+
+    >>> split_tasks("gpu,task:resize")
+    (frozenset({'gpu'}), ('resize',))
+    """
+    tokens = [token for token in required.split(",") if token]
+    named = frozenset(token for token in tokens if not token.startswith(_TASK))
+    tasks = (token.removeprefix(_TASK) for token in tokens if token not in named)
+    return named, tuple(map(unquote, tasks))
+
+
+class Offer:
+    """What a worker may take: the tokens that it offers, and the namespaces that it serves.
+
+    None stands for every token, and for every namespace.
+
+    >>> Offer("gpu", ["acme"]).covers("acme gpu"), Offer("gpu", ["acme"]).covers("gpu")
+    (True, False)
+    """
+
+    def __init__(self, csv: str | None, namespaces: Sequence[str] | None = None) -> None:
+        self._tokens = None if csv is None else frozenset(csv.split(","))
+        self._namespaces = None if namespaces is None else frozenset(namespaces)
+
+    def serves(self, namespace: str) -> bool:
+        """Whether it serves a namespace."""
+        return self._namespaces is None or namespace in self._namespaces
+
+    def covers(self, signature: str) -> bool:
+        """Whether it may take executions with a signature."""
+        namespace, required = signature_parts(signature)
+        if not self.serves(namespace):
+            return False
+        return not required or self._tokens is None or self._tokens.issuperset(required.split(","))
 
 
 def missing(required: Iterable[str], offered: Iterable[str]) -> tuple[str, ...]:

@@ -37,9 +37,9 @@ _CODES = """
 execution_not_found T Check the id; a finished execution is deleted when its retention ends.
 flow_not_found T Check the flow id; create the flow before adding to it.
 attempt_not_found T Check the attempt index; it must be below the execution's attempt count.
-budget_not_found T Check the budget id; create the budget first.
+budget_not_found T Check the name or id against the list of budgets; create the budget first.
 reservation_not_found T The reservation was settled, released or never made; reserve again.
-quota_policy_not_found T Check the quota policy id; create the policy first.
+quota_policy_not_found T Check the name or id against the list of quotas; create the quota first.
 lane_not_found T Check the lane name; a lane exists once something was submitted to it.
 waitpoint_not_found R Check the waitpoint id; one being created may appear shortly.
 result_not_found T The execution has no result: not finished, failed, or completed without one.
@@ -105,6 +105,7 @@ execution_not_leaseable R Ask for other work.
 lease_conflict R Ask for a new grant.
 invalid_claim_grant R Ask for a new grant.
 claim_grant_expired R Ask for a new grant and claim at once.
+lane_placement_changed R The lane was spread over a different number of partitions; repeat the call.
 stale_graph_revision R Read the flow again and repeat with its current revision.
 idempotency_in_progress R The first request with this key is still running; repeat shortly.
 waitpoint_pending_use_buffer_script R Send the signal again; pending waitpoints buffer signals.

@@ -37,6 +37,10 @@ class ConfigError(FlowFabricError):
         return f"config: {where}: {self.message}"
 
 
+class BackendNotBuilt(ConfigError):
+    """`FF_BACKEND` names a store that this version does not have."""
+
+
 class WorkerAtCapacity(FlowFabricError):
     """The worker already runs as many tasks as it may. Claim again when one has finished."""
 

@@ -4,12 +4,18 @@ import hmac
 import os
 import re
 from collections.abc import Iterable, Mapping
-from hashlib import sha256
+from hashlib import sha1, sha256
 from typing import Self, TypeGuard, cast
 from unicodedata import category
 
 from flowfabric.core.errors import CorruptionError, ValidationError, invalid_input
-from flowfabric.core.partition import PartitionCounts, flow_partition, solo_partition
+from flowfabric.core.partition import (
+    PartitionCounts,
+    flow_partition,
+    key_name,
+    solo_partition,
+    spread_partition,
+)
 from flowfabric.core.text import shown
 
 _UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
@@ -37,10 +43,13 @@ class IdParseError(ValidationError):
 
 def new_uuid() -> str:
     """A random (v4) UUID; about three times as fast as `str(uuid.uuid4())`."""
-    digits = os.urandom(16).hex()
+    return _uuid(os.urandom(16).hex())
+
+
+def _uuid(digits: str) -> str:
     return (
         f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-"
-        f"{_VARIANT[digits[16]]}{digits[17:20]}-{digits[20:]}"
+        f"{_VARIANT[digits[16]]}{digits[17:20]}-{digits[20:32]}"
     )
 
 
@@ -86,9 +95,23 @@ class ExecutionId(_Id):
         return str.__new__(cls, text)
 
     @classmethod
-    def solo(cls, lane_id: str, counts: PartitionCounts) -> Self:
-        """Mint an id for an execution outside a flow."""
-        return str.__new__(cls, f"{{fp:{solo_partition(lane_id, counts)}}}:{new_uuid()}")
+    def solo(
+        cls,
+        lane_id: str,
+        counts: PartitionCounts,
+        shards: int = 1,
+        key: tuple[str, str] | None = None,
+    ) -> Self:
+        """Mint an id for an execution outside a flow, on one of the lane's `shards` partitions.
+
+        `key` is the namespace and the idempotency key, if it has one: repeats get an id on the same
+        partition.
+        """
+        uuid = new_uuid()
+        if shards == 1:
+            return str.__new__(cls, f"{{fp:{solo_partition(lane_id, counts)}}}:{uuid}")
+        name = bytes.fromhex(uuid.replace("-", "")) if key is None else key_name(*key)
+        return str.__new__(cls, f"{{fp:{spread_partition(lane_id, name, shards, counts)}}}:{uuid}")
 
     @classmethod
     def deterministic_for_flow(cls, flow_id: str, uuid: str, counts: PartitionCounts) -> Self:
@@ -103,10 +126,19 @@ class ExecutionId(_Id):
         return str.__new__(cls, f"{{fp:{index}}}:{validate_uuid(uuid, 'uuid')}")
 
     @classmethod
-    def mint_solo_many(cls, lane_id: str, counts: PartitionCounts, count: int) -> list[Self]:
+    def mint_solo_many(
+        cls, lane_id: str, counts: PartitionCounts, count: int, shards: int = 1
+    ) -> list[Self]:
         """Mint `count` ids for executions outside a flow."""
+        if shards != 1:
+            return [cls.solo(lane_id, counts, shards) for _ in range(count)]
         prefix = f"{{fp:{solo_partition(lane_id, counts)}}}:"
-        return [str.__new__(cls, prefix + new_uuid()) for _ in range(count)]
+        # One read of random bytes for all: a read for each would take a third of the time.
+        digits = os.urandom(16 * count).hex()
+        return [
+            str.__new__(cls, prefix + _uuid(digits[first : first + 32]))
+            for first in range(0, 32 * count, 32)
+        ]
 
     @property
     def partition(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -246,6 +278,7 @@ def fnv1a64(data: bytes) -> int:
 
 
 _LANE_MAX = 64
+_NAME_MAX = 256
 _is_lane = re.compile(r"[\x20-\x7e]{1,64}").fullmatch
 _is_plain_name = re.compile(r"[!-~]{1,128}").fullmatch
 _is_plain_namespace = re.compile(r"[!-9;-z|~]{1,128}").fullmatch
@@ -309,6 +342,16 @@ def validate_lanes(names: object, field: str = "lanes") -> tuple[str, ...]:
     raise invalid_input(field, problem, undecodable=True)
 
 
+def validate_namespaces(names: object, field: str = "namespaces") -> tuple[str, ...]:
+    """A list of namespaces; a single name is refused."""
+    if is_list(names):
+        return tuple(validate_namespace(cast("str", name), field) for name in names)
+    problem = f"must be a list of namespaces, got {type(names).__name__}"
+    if isinstance(names, str):
+        problem = f"must be a list: write [{names!r}]"
+    raise invalid_input(field, problem, undecodable=True)
+
+
 def stored_id(text: str, context: str) -> ExecutionId:
     """An execution id from an index; anything else is `corruption`."""
     if _is_execution_id(text) is None:
@@ -333,6 +376,68 @@ def validate_text(text: str, field: str, *, limit: int = 1024, required: bool = 
     if size > limit:
         raise invalid_input(field, f"must be at most {limit} bytes, got {size}")
     return text
+
+
+def derived_uuid(namespace: str, name: str) -> str:
+    """`uuid5` as text, without a `UUID` object: 28 of those took half the time of a submission."""
+    data = bytes.fromhex(namespace.replace("-", "")) + name.encode()
+    digest = bytearray(sha1(data, usedforsecurity=False).digest()[:16])
+    digest[6] = digest[6] & 0x0F | 0x50
+    digest[8] = digest[8] & 0x3F | 0x80
+    text = digest.hex()
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+
+_URLS = "6ba7b811-9dad-11d1-80b4-00c04fd430c8"
+"""The standard UUID namespace of URLs."""
+
+
+def named_uuid(kind: str, name: str, namespace: str = "default") -> str:
+    """The UUID that a name of this kind always stands for; a UUID stands for itself.
+
+    >>> named_uuid("quota", "openai") == named_uuid("quota", "openai")
+    True
+    """
+    if isinstance(name, str) and is_uuid(name.lower()):
+        return name.lower()
+    validate_text(name, kind, limit=_NAME_MAX, required=True)
+    if not name.isprintable():
+        raise invalid_input(kind, "must be printable")
+    found = derived_uuid(_URLS, f"flowfabric:{namespace}/{kind}/{name}")
+    if len(_names) < _NAMES_KEPT:
+        _names[found] = name
+    return found
+
+
+_names: dict[str, str] = {}
+_NAMES_KEPT = 10_000
+
+
+def given_name(uuid: str) -> str:
+    """The name from which this process derived a UUID, or the UUID: for messages.
+
+    >>> given_name(quota_id("openai"))
+    'openai'
+    """
+    return _names.get(uuid, uuid)
+
+
+def budget_id(name: str, namespace: str = "default") -> str:
+    """The id of the budget with this name in a namespace; a UUID stands for itself.
+
+    >>> budget_id("team") == budget_id("team") != quota_id("team")
+    True
+    """
+    return named_uuid("budget", name, namespace)
+
+
+def quota_id(name: str, namespace: str = "default") -> str:
+    """The id of the quota policy with this name in a namespace; a UUID stands for itself.
+
+    >>> quota_id("openai")
+    '6a6dbe86-3f64-5881-aed7-f920e5a6150c'
+    """
+    return named_uuid("quota", name, namespace)
 
 
 def validate_worker_id(text: str, field: str = "worker_id") -> str:

@@ -1,7 +1,7 @@
 """Which partition holds an execution, flow, budget or quota."""
 
 from binascii import crc_hqx
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from enum import StrEnum
 
 import msgspec
@@ -52,6 +52,26 @@ def solo_partition(lane_id: str, counts: PartitionCounts) -> int:
     return crc_hqx(lane_id.encode(), 0) % counts.flow
 
 
+def lane_partitions(lane_id: str, shards: int, counts: PartitionCounts) -> list[int]:
+    """The partitions over which a lane is spread, its home first.
+
+    >>> lane_partitions("default", 3, PartitionCounts())
+    [86, 87, 88]
+    """
+    home = solo_partition(lane_id, counts)
+    return [(home + shard) % counts.flow for shard in range(min(shards, counts.flow))]
+
+
+def spread_partition(lane_id: str, name: bytes, shards: int, counts: PartitionCounts) -> int:
+    """The one of the lane's partitions that a name falls on."""
+    return (solo_partition(lane_id, counts) + crc_hqx(name, 0) % shards) % counts.flow
+
+
+def key_name(namespace: str, idempotency_key: str) -> bytes:
+    """What decides where an execution with an idempotency key is created: repeats agree on it."""
+    return f"{namespace}\x1f{idempotency_key}".encode(errors="surrogatepass")
+
+
 def budget_partition(budget_id: str, counts: PartitionCounts) -> int:
     """The partition of a budget."""
     return _uuid_crc(budget_id) % counts.budget
@@ -72,22 +92,25 @@ class CollisionGrade(StrEnum):
 
 
 class LaneCollisions(msgspec.Struct, frozen=True):
-    """The lanes that share a home partition."""
+    """The pinned lanes that share a partition."""
 
     lanes: int
+    """How many lanes are pinned."""
     affected: int
     shared: dict[int, list[str]]
     grade: CollisionGrade
 
 
-def lane_collisions(lanes: Iterable[str], counts: PartitionCounts) -> LaneCollisions:
-    """Find lanes that share a home partition.
+def lane_collisions(
+    lanes: Iterable[str], counts: PartitionCounts, spread: Container[str] = ()
+) -> LaneCollisions:
+    """Find pinned lanes that share a partition. Spread lanes share theirs by design.
 
     >>> lane_collisions(["default", "workers-a"], PartitionCounts()).grade
     <CollisionGrade.CLEAN: 'clean'>
     """
     by_partition: dict[int, list[str]] = {}
-    names = sorted(set(lanes))
+    names = sorted(lane for lane in set(lanes) if lane not in spread)
     for lane in names:
         by_partition.setdefault(solo_partition(lane, counts), []).append(lane)
     shared = {index: group for index, group in sorted(by_partition.items()) if len(group) > 1}

@@ -132,7 +132,7 @@ def _routing(value: Any, path: str) -> Any:
 def _array(item: _Parser) -> _Parser:
     def parse(value: Any, path: str) -> tuple[Any, ...]:
         _check(isinstance(value, (list, tuple)), path, "must be an array")
-        return tuple(item(each, f"{path}.{i}") for i, each in enumerate(value))
+        return tuple(item(each, f"{path}[{i}]") for i, each in enumerate(value))
 
     return parse
 

@@ -151,6 +151,15 @@ _PUBLIC_BY_ELIGIBILITY = {
     EligibilityState.BLOCKED_BY_BUDGET: PublicState.RATE_LIMITED,
     EligibilityState.BLOCKED_BY_QUOTA: PublicState.RATE_LIMITED,
 }
+_HELD_BACK = frozenset(
+    {
+        EligibilityState.BLOCKED_BY_BUDGET,
+        EligibilityState.BLOCKED_BY_QUOTA,
+        EligibilityState.BLOCKED_BY_ROUTE,
+        EligibilityState.BLOCKED_BY_LANE_STATE,
+        EligibilityState.BLOCKED_BY_OPERATOR,
+    }
+)
 _PUBLIC_BY_PHASE = {
     LifecyclePhase.SUSPENDED: PublicState.SUSPENDED,
     LifecyclePhase.ACTIVE: PublicState.ACTIVE,
@@ -185,6 +194,11 @@ class StateVector(msgspec.Struct, frozen=True):
         """The stored form, six letters."""
         values: tuple[StrEnum, ...] = msgspec.structs.astuple(self)
         return "".join(letter[value] for letter, value in zip(_LETTER_OF, values, strict=True))
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether an admission check, an operator or the lane holds the execution back."""
+        return self.eligibility_state in _HELD_BACK
 
     @property
     def public_state(self) -> PublicState:

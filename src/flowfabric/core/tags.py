@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from flowfabric.core.errors import ValidationError, invalid_input
 from flowfabric.core.ids import validate_text
 
-_MAX_TAGS = 128
+MAX_TAGS = 128
 MAX_KEY_BYTES = 256
 _MAX_VALUE_BYTES = 4096
 # Only FlowFabric sets keys with this prefix.
 _RESERVED_PREFIX = "ff."
+TRACE_TAG = "ff.traceparent"
+"""The trace that an execution belongs to, as in the W3C header `traceparent`."""
 
+_is_traceparent = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}").fullmatch
 _is_key = re.compile(r"[a-z][a-z0-9_]*\.[a-z0-9_][a-z0-9_.]*").fullmatch
 
 
@@ -45,9 +48,12 @@ def validate_tags(tags: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def validate_creation_tags(tags: Mapping[str, str]) -> Mapping[str, str]:
-    """Check the tags of a new execution: any key that is not reserved."""
+    """Check the tags of a new execution: any key that is not reserved, and the trace context."""
     for key in validate_tag_filter(tags):
-        if key.startswith(_RESERVED_PREFIX):
+        if key == TRACE_TAG:
+            if not _is_traceparent(tags[key]):
+                raise invalid_input("tags", f"{TRACE_TAG} must be a W3C traceparent")
+        elif key.startswith(_RESERVED_PREFIX):
             raise ValidationError("invalid_tag_key", key)
     return tags
 
@@ -65,5 +71,5 @@ def _check_pairs(tags: Mapping[str, str]) -> None:
     if not isinstance(tags, Mapping):
         problem = f"must be a mapping of text to text, got {type(tags).__name__}"
         raise invalid_input("tags", problem, undecodable=True)
-    if len(tags) > _MAX_TAGS:
-        raise invalid_input("tags", f"must hold at most {_MAX_TAGS} pairs, got {len(tags)}")
+    if len(tags) > MAX_TAGS:
+        raise invalid_input("tags", f"must hold at most {MAX_TAGS} pairs, got {len(tags)}")

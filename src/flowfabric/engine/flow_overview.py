@@ -163,6 +163,8 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     flow_kind: str
     derived_state: FlowState
     held: bool
+    awaited_parent: ExecutionId | None
+    """The member that owns the flow, if the flow starts after what that member waits for."""
     cancelled_at: int | None
     node: str | None
     upstreams: list[Upstream]
@@ -187,6 +189,7 @@ async def read_membership(backend: Backend, info: ExecutionInfo) -> Membership |
         flow_kind=flow.flow_kind,
         derived_state=flow.derived_state,
         held=flow.held,
+        awaited_parent=flow.parent_execution_id if flow.awaits_parent else None,
         cancelled_at=flow.cancelled_at,
         node=info.node,
         upstreams=list(

@@ -5,7 +5,7 @@ import math
 import threading
 import time
 
-from flowfabric.core.errors import LeaseLost, TransportError
+from flowfabric.core.errors import AuthError, EngineError, LeaseLost, TransportError
 from flowfabric.core.text import duration
 
 log = logging.getLogger(__name__)
@@ -18,10 +18,16 @@ _AFTERMATH_S = 15.0
 class Outage:
     """What the threads of a process know of the server's absence."""
 
-    def __init__(self) -> None:
+    def __init__(self, peer: str = "Valkey") -> None:
+        self._peer = peer
         self._gate = threading.Lock()
         self._began_at: float | None = None
         self._ended_at = -math.inf
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the server was away when last heard of."""
+        return self._began_at is not None
 
     @staticmethod
     def causes(error: BaseException) -> bool:
@@ -39,7 +45,8 @@ class Outage:
                 self._began_at = now
         if begins:
             extra = {"action": "outage_began", "error": str(error)}
-            log.warning("cannot reach Valkey, trying again: %s", error.message, extra=extra)
+            text = "cannot reach %s, trying again: %s"
+            log.warning(text, self._peer, error.message, extra=extra)
         log.debug("%s: %s", what, error, extra={"action": "outage", "error": str(error)})
         return True
 
@@ -55,7 +62,8 @@ class Outage:
             ms = round((now - began) * 1000)
             extra = {"action": "outage_ended", "duration_ms": ms}
             # As visible as its begin.
-            log.warning("Valkey answers again after %s", duration(ms), extra=extra)
+            text = "%s answers again after %s"
+            log.warning(text, self._peer, duration(ms), extra=extra)
 
     def explains(self, error: BaseException) -> bool:
         """Whether an attempt was lost to an outage, so that no line of its own is needed."""
@@ -64,3 +72,10 @@ class Outage:
             lost = error.code == "lease_expired"
         recent = time.monotonic() - self._ended_at <= _AFTERMATH_S
         return lost and (self._began_at is not None or recent)
+
+
+def is_permanent(error: EngineError) -> bool:
+    """Whether the login is wrong, so that no retry helps."""
+    return isinstance(error, AuthError) or (
+        isinstance(error, TransportError) and error.kind == "auth"
+    )

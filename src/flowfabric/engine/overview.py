@@ -8,9 +8,11 @@ from typing import Any
 import msgspec
 
 from flowfabric.core.contracts import executions
+from flowfabric.core.contracts.budgets import Exhausted
 from flowfabric.core.contracts.executions import ExecutionInfo, ExecutionPage, ExecutionSummary
+from flowfabric.core.contracts.quotas import FullQuota
 from flowfabric.core.contracts.suspension import OpenWaitpoint, ResumeSignal
-from flowfabric.core.errors import NotFoundError
+from flowfabric.core.errors import CorruptionError, EngineError, NotFoundError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import LifecyclePhase, PublicState
@@ -26,6 +28,7 @@ _PAGES = 10
 """Pages read unless the caller asks for everything: about a second of work."""
 _NEVER = 2**63
 _SIGNALS = 50
+_STARTS_NEXT = (PublicState.WAITING, PublicState.RATE_LIMITED)
 
 
 class ExecutionListing(msgspec.Struct, frozen=True):
@@ -155,6 +158,41 @@ async def _read_if_suspended(backend: Backend, execution_id: ExecutionId) -> Wai
     return wait if wait.public_state is PublicState.SUSPENDED else None
 
 
+class ReachedLimits(msgspec.Struct, frozen=True):
+    """The limits that keep an execution from starting."""
+
+    budgets: tuple[Exhausted, ...] = ()
+    quota: FullQuota | None = None
+
+
+async def read_limits(
+    backend: Backend, execution_id: ExecutionId, state: PublicState
+) -> ReachedLimits:
+    """Which of the limits that an execution in this state names are reached now.
+
+    None unless it waits to start. What cannot be read is left out: `blocking_detail` names it.
+    """
+    if state not in _STARTS_NEXT:
+        return ReachedLimits()
+    (named,) = await backend.admission.read_candidates([execution_id])
+    if isinstance(named, EngineError):
+        raise named
+    budgets, quota = await asyncio.gather(
+        backend.budgets.exhausted(named.budget_ids), _read_quota(backend, named.quota_policy_id)
+    )
+    spent = [budgets[each] for each in named.budget_ids]
+    return ReachedLimits(tuple(each for each in spent if isinstance(each, Exhausted)), quota)
+
+
+async def _read_quota(backend: Backend, quota_policy_id: str | None) -> FullQuota | None:
+    if quota_policy_id is None:
+        return None
+    try:
+        return (await backend.quotas.get_quota_status(quota_policy_id)).full
+    except (NotFoundError, CorruptionError):
+        return None
+
+
 class ExecutionDetail(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about one execution."""
 
@@ -168,6 +206,8 @@ class ExecutionDetail(msgspec.Struct, frozen=True, kw_only=True):
     result: bytes | None
     why_not_running: executions.WhyWaiting | None
     """None if it has finished."""
+    limits: ReachedLimits
+    """What keeps it from starting, of the budgets and the quota policy it names."""
     waitpoints: list[OpenWaitpoint]
     """Open waitpoints, without their tokens."""
     wait: LastWait | None
@@ -215,6 +255,7 @@ async def read_detail(backend: Backend, execution_id: ExecutionId) -> ExecutionD
         payload=context.input_payload or None,
         result=result,
         why_not_running=None if finished else why,
+        limits=await read_limits(backend, execution_id, info.public_state),
         waitpoints=waitpoints,
         wait=wait,
         signals=signals,

@@ -212,8 +212,9 @@ class IndexReconciler:
     async def _walk(self, cycle: Cycle, walk: PartitionWalk, budget: int) -> int:
         """Continue with a partition for up to `budget` executions; returns how many it read."""
         walk.begin()
-        done = 0
+        done, loop = 0, asyncio.get_running_loop()
         while walk.index is not None and done < budget and not cycle.out_of_time():
+            began = loop.time()
             try:
                 done += await self._walk_page(cycle, walk, walk.index, budget - done)
             except EngineError as error:
@@ -223,6 +224,7 @@ class IndexReconciler:
                 # What is damaged must not hide the rest.
                 walk.advance()
             cycle.progress()
+            await cycle.rest(loop.time() - began)
         return max(done, 1)
 
     async def _walk_page(self, cycle: Cycle, walk: PartitionWalk, index: Index, room: int) -> int:

@@ -221,6 +221,8 @@ class RetentionTrimmer(DueScanner):
             with cycle.surviving("could not purge", partition=tag):
                 while await upkeep.purge(tag) and not cycle.out_of_time():
                     cycle.progress()
+        with cycle.surviving("could not trim the feeds of budgets and quotas"):
+            await upkeep.trim_policy_events(oldest)
         with cycle.surviving("could not read the namespaces"):
             for namespace in await cycle.backend.places.namespaces_in_use():
                 with cycle.surviving("could not trim the worker feed", namespace=namespace):

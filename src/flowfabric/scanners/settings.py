@@ -20,7 +20,9 @@ INTERVALS_S: Mapping[str, float] = {
     "execution_deadline": 5.0,
     "suspension_timeout": 2.0,
     "pending_wp_expiry": 5.0,
+    "unblock": 5.0,
     "doorbell": 2.0,
+    "lane_rescore": 1.0,
     "cascade_drain": 1.0,
     "cancel_reconciler": 15.0,
     "dependency_reconciler": 15.0,
@@ -29,9 +31,17 @@ INTERVALS_S: Mapping[str, float] = {
     "flow_projector": 15.0,
     "index_reconciler": 45.0,
     "retention_trimmer": 60.0,
+    "quota_reconciler": 30.0,
+    "budget_reset": 15.0,
+    "budget_reconciler": 30.0,
+    "route_unblocker": 5.0,
     "worker_sweeper": 30.0,
+    "worker_drain": 5.0,
 }
 """Every scanner with its interval: the longest wait after something is due."""
+
+FAMILIES: Mapping[str, str] = {"budget_reset": "budget", "budget_reconciler": "budget"}
+"""The scanners of other partitions than those of executions."""
 
 _DAY_MS = 86_400_000
 _number = re.compile(r"[0-9]+(?:\.[0-9]+)?").fullmatch

@@ -8,14 +8,19 @@ import msgspec
 
 from flowfabric.core.errors import EngineError, NotFoundError, invalid_input
 from flowfabric.core.text import shown
+from flowfabric.engine import metrics
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.outage import Outage
-from flowfabric.scanners import flow_jobs, jobs
+from flowfabric.scanners import budget_jobs, flow_jobs, jobs, lane_jobs
 from flowfabric.scanners.base import Cycle, Scanner, ScanResult, report, wait_until
+from flowfabric.scanners.board import keep_board
 from flowfabric.scanners.hints import DueHints
 from flowfabric.scanners.index_reconciler import IndexReconciler
 from flowfabric.scanners.leader import LeaderElection, duty_of
-from flowfabric.scanners.settings import ScannerSettings
+from flowfabric.scanners.quota_jobs import QuotaReconciler
+from flowfabric.scanners.route_jobs import RouteUnblocker
+from flowfabric.scanners.settings import FAMILIES, ScannerSettings
+from flowfabric.scanners.unblock import UnblockScanner
 from flowfabric.scanners.watch import DueWatch, TerritoryMap
 
 log = logging.getLogger(__name__)
@@ -71,6 +76,8 @@ class Runner:
         self._more = False
         self._cycle: Cycle | None = None
         self._failed_cycles = 0
+        # When, on the loop's clock, the oldest entry was due that no cycle has handled yet.
+        self._late_since: float | None = None
         self._status = ScannerStatus(name=scanner.name, interval_s=self.interval_s)
 
     def status(self) -> ScannerStatus:
@@ -108,6 +115,8 @@ class Runner:
                 await wait_until(stop, _CANCELLED_PAUSE_S)
             elif (error := cycles.exception()) is not None:
                 self._status.restarts = count = self._status.restarts + 1
+                if (meter := metrics.active()) is not None:
+                    meter.count("ff_scanner_restarts_total", self.name)
                 pause = self._shared.settings.restart_backoff_s
                 message = "scanner %s: crashed, restarting in %g s"
                 extra = {"action": "scanner_crashed", "scanner": self.name, "restart_count": count}
@@ -145,6 +154,9 @@ class Runner:
         async with self._one_cycle:
             loop, shared = asyncio.get_running_loop(), self._shared
             started = loop.time()
+            meter = metrics.active()
+            if meter is not None and self._watched and self._late_since is None:
+                self._late_since = shared.watch.next_due(self.name)
             cycle = self._cycle = Cycle(
                 shared.backend,
                 {},
@@ -157,6 +169,9 @@ class Runner:
             )
             with cycle.surviving("could not scan"):
                 await self._scan(cycle, partition, started)
+                if shared.outage.lasts:
+                    # A cycle that had nothing to read does not show that the server is back.
+                    await shared.backend.meta.ping()
             if not cycle.failures:
                 cycle.progress()
             status = self._status
@@ -165,6 +180,8 @@ class Runner:
             status.processed += cycle.processed
             status.errors += cycle.errors
             self._more = (self._more and partition is not None) or cycle.more
+            if meter is not None:
+                self._measure(meter, cycle, started)
             self._report(cycle)
             return cycle.result()
 
@@ -183,6 +200,18 @@ class Runner:
                 return
         cycle.territory = territory
         await self.scanner.scan(cycle)
+
+    def _measure(self, meter: metrics.Meter, cycle: Cycle, started: float) -> None:
+        name, late = self.name, self._late_since
+        meter.count("ff_scanner_cycle_total", name)
+        meter.observe("ff_scanner_cycle_duration_seconds", self._status.last_duration_s, name)
+        for result, count in (("processed", cycle.processed), ("error", cycle.errors)):
+            if count:
+                meter.count("ff_scanner_items_total", name, result, by=count)
+        lag = 0.0 if late is None else max(0.0, started - late)
+        meter.set("ff_scanner_lag_seconds", lag, name)
+        if not self._more:
+            self._late_since = None
 
     def _report(self, cycle: Cycle) -> None:
         """Log what happened. A failure that lasts is logged when it begins and when it ends."""
@@ -236,15 +265,21 @@ class ScannerSupervisor:
         watched = [
             *jobs.due_scanners(backend),
             jobs.DoorbellScanner(),
+            lane_jobs.LaneRescore(),
+            UnblockScanner(),
+            RouteUnblocker(),
             flow_jobs.CascadeDrain(),
             flow_jobs.CancelReconciler(backend),
             *flow_jobs.sibling_scanners(backend),
+            budget_jobs.BudgetResets(backend),
         ]
         watched = [scanner for scanner in watched if scanner.name not in settings.disabled]
         trimmer = jobs.RetentionTrimmer(backend, settings.events_retention_ms)
         audits = [IndexReconciler(), flow_jobs.DependencyReconciler()]
+        audits += [budget_jobs.BudgetReconciler(backend, settings.events_retention_ms)]
         projector = flow_jobs.FlowProjector(backend)
-        scanners: list[Scanner] = [*watched, *audits, projector, trimmer, jobs.WorkerSweeper()]
+        sweeps = [trimmer, jobs.WorkerSweeper(), QuotaReconciler(), lane_jobs.WorkerDrain()]
+        scanners: list[Scanner] = [*watched, *audits, projector, *sweeps]
         self.hints = DueHints(backend)
         """Tell it the delays this process sets; they then end at their exact time."""
         duty = duty_of(settings.filter, settings.disabled)
@@ -271,7 +306,9 @@ class ScannerSupervisor:
         if self._tasks:
             return
         leading = asyncio.create_task(self.leadership.run(self._stop), name="ff-scanner-leadership")
-        self._tasks = [leading, *(asyncio.create_task(r.run()) for r in self._runners.values())]
+        board = keep_board(self._backend, self.leadership, self.status, self._stop)
+        self._tasks = [leading, asyncio.create_task(board, name="ff-scanner-board")]
+        self._tasks += [asyncio.create_task(r.run()) for r in self._runners.values()]
         self.hints.start()
         names = ", ".join(self._runners)
         log.info("scanners started: %s", names, extra={"action": "scanners_started"})
@@ -304,9 +341,12 @@ class ScannerSupervisor:
         if runner is None:
             known = ", ".join(self._runners)
             raise NotFoundError("scanner_not_found", f"{shown(name)}; enabled are {known}")
-        if partition is not None and not 0 <= partition < self._backend.counts.flow:
-            raise invalid_input("partition", f"must be below {self._backend.counts.flow}")
-        tag = None if partition is None else f"{{fp:{partition}}}"
+        family = FAMILIES.get(name, "flow")
+        count: int = getattr(self._backend.counts, family)
+        if partition is not None and not 0 <= partition < count:
+            raise invalid_input("partition", f"must be below {count}")
+        letter = "fp" if family == "flow" else family[0]
+        tag = None if partition is None else f"{{{letter}:{partition}}}"
         return await runner.cycle(tag, thorough=True)
 
     def status(self) -> dict[str, ScannerStatus]:

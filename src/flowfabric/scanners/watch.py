@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from flowfabric.core.errors import CorruptionError
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.api.upkeep import DueScan, Index
+from flowfabric.engine.api.upkeep import SOUGHT_AT_ONCE, DueScan, Index
 
 log = logging.getLogger(__name__)
 
@@ -142,10 +142,9 @@ class DueWatch:
             return seen
         if armed and (len(armed) > _MAX_PEEKS or self.clock.age_s > self._clock_trust_s):
             return None
-        # The same command asks for the other scanners, so that they need not ask themselves.
-        absent = [index for index, time in self._earliest.items() if time is None]
-        if len(armed) == len(own):
-            absent = []
+        absent = [index for index in own if self._earliest[index] is None]
+        if absent:
+            absent += self._absent_of_others(scanner, SOUGHT_AT_ONCE - len(absent))
         asked_at = asyncio.get_running_loop().time()
         appeared, times = await asyncio.gather(
             self._upkeep.any_exists(absent), asyncio.gather(*map(self._upkeep.earliest, armed))
@@ -162,6 +161,19 @@ class DueWatch:
                 self._absent_at[name] = asked_at
         now = self.clock.now_ms()
         return asked_at if all(time is None or time > now for time in times) else None
+
+    def _absent_of_others(self, scanner: str, room: int) -> list[Index]:
+        """What the same command asks for other scanners, so that they need not ask themselves.
+
+        Those that were asked for longest ago come first: many lanes have more indexes than room.
+        """
+        found: list[Index] = []
+        for name in sorted(self._indexes, key=lambda name: self._absent_at.get(name, -math.inf)):
+            indexes = self._indexes[name]
+            fits = name != scanner and len(found) + len(indexes) <= room
+            if fits and all(self._earliest.get(index, 0) is None for index in indexes):
+                found += indexes
+        return found
 
     def _enter(self, territory: Territory) -> None:
         if territory is self._territory:

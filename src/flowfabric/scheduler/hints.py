@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TypeVar
 
 from flowfabric.core.ids import fnv1a64
-from flowfabric.core.partition import PartitionCounts, solo_partition
+from flowfabric.core.partition import PartitionCounts, lane_partitions
 from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.places import WorkPlace
 
 T = TypeVar("T")
 
@@ -36,13 +37,25 @@ class LaneHints:
 
     def __init__(self, lane_id: str, counts: PartitionCounts, seed: int) -> None:
         self.lane_id = lane_id
-        self.home = f"{{fp:{solo_partition(lane_id, counts)}}}"
         self._counts = counts
+        self._own = self._spread(1)
+        self.home = self._own[0]
         self._cursor = seed
         self.hinted: dict[str, None] = {}
         """The tags of the partitions, oldest hint first."""
         self.swept_at = -math.inf
         """When, on the monotonic clock, the last sweep began."""
+
+    def _spread(self, shards: int) -> list[str]:
+        return [f"{{fp:{each}}}" for each in lane_partitions(self.lane_id, shards, self._counts)]
+
+    def own(self, backend: Backend, start: int | None = None) -> list[str]:
+        """The partitions where the lane's executions are created, or the next window of them."""
+        shards = backend.places.shards(self.lane_id)
+        if shards != len(self._own):
+            self._own = self._spread(shards)
+        start = self._cursor if start is None else start
+        return [self._own[(start + i) % shards] for i in range(min(WINDOW, shards))]
 
     def add(self, tag: str) -> None:
         """Hint at a partition where work was seen or announced."""
@@ -58,13 +71,12 @@ class LaneHints:
         """The partition to visit next, if any."""
         return next(iter(self.hinted), None)
 
-    async def sweep(self, backend: Backend) -> list[str]:
-        """Where work waits in the lane's own partition and the next window; not what is hinted."""
+    def next_sweep(self, backend: Backend) -> list[WorkPlace]:
+        """The lane's own partitions and the next window, without what is hinted."""
         self.swept_at = time.monotonic()
-        start, self._cursor = self._cursor, self._cursor + WINDOW
-        tags = dict.fromkeys((self.home, *window(start, self._counts)))
-        unknown = [tag for tag in tags if tag not in self.hinted]
-        return await backend.wakeups.find_work(self.lane_id, unknown) if unknown else []
+        tags = dict.fromkeys((*self.own(backend), *window(self._cursor, self._counts)))
+        self._cursor += WINDOW
+        return [(self.lane_id, tag) for tag in tags if tag not in self.hinted]
 
     async def visit(self, tags: Iterable[str], wanted: int, take: Take[T]) -> list[T]:
         """Go to the partitions in this order until `wanted` executions were taken.
@@ -82,6 +94,15 @@ class LaneHints:
         return taken
 
 
+async def sweep(lanes: Iterable[LaneHints], backend: Backend) -> list[WorkPlace]:
+    """Where work waits in the lanes' own partitions and their next windows; not what is hinted."""
+    found = [lane.next_sweep(backend) for lane in lanes]
+    # Most often it is in a lane's own partition, which comes first.
+    own = [places[0] for places in found if places]
+    rest = [place for places in found for place in places[1:]]
+    return await backend.wakeups.find_work([*own, *rest], len(own)) if own else []
+
+
 class LaneRotation:
     """The lanes of one worker, served in turn so that none starves another."""
 
@@ -95,6 +116,16 @@ class LaneRotation:
 
     def __iter__(self) -> Iterator[LaneHints]:
         return iter(self._order)
+
+    def hint_own(self, backend: Backend) -> None:
+        """Hint at the partitions where the executions of the lanes are created."""
+        for lane in self._order:
+            for tag in lane.own(backend):
+                lane.add(tag)
+
+    def some(self, most: int) -> list[LaneHints]:
+        """Up to `most` lanes, others each time: an idle worker with many lanes stays quiet."""
+        return [self.in_turn()[0] for _ in range(min(most, len(self._order)))]
 
     def in_turn(self) -> list[LaneHints]:
         """Every lane, starting with a different one each time."""

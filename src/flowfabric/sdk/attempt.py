@@ -13,6 +13,7 @@ from flowfabric.core.contracts.leases import Claim, Handle, ResumeCause
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.streams import FrameWriter
+from flowfabric.engine.layers.tracing import AttemptTrace
 from flowfabric.sdk.lease_keeper import HeldLease
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class HeldAttempt:
     _landing: str | None = None
     _late_loss: errors.LeaseLost | None = None
     _writer: FrameWriter | None = None
+    trace: AttemptTrace | None = None
+    """Its spans; None while tracing is off."""
 
     def __post_init__(self) -> None:
         claim = self.claim
@@ -57,6 +60,8 @@ class HeldAttempt:
         self.held = self._owner.keeper.hold(
             claim.handle, self, self.since, claim.attempt_timeout_ms
         )
+        if claim.unconfirmed:
+            self.held.unconfirmed = claim.quota_policy_id
 
     def __del__(self) -> None:
         if self.finished_by is None:
@@ -229,6 +234,8 @@ class HeldAttempt:
         """Stop renewing and return the permit; only the first call counts."""
         if self.finished_by is None:
             self.finished_by = how
+            if self.trace is not None:
+                self.trace.finished(how)
             self._owner.keeper.release(self.held)
             self._owner.release(self.held)
 

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, Literal, ParamSpec, Self, TypeVar, Unpack
 
@@ -19,7 +19,7 @@ from flowfabric.core.errors import (
     TransportError,
     ValidationError,
 )
-from flowfabric.core.ids import ExecutionId, new_uuid, validate_lane, validate_namespace
+from flowfabric.core.ids import ExecutionId, new_uuid, validate_namespace
 from flowfabric.core.state import PublicState
 from flowfabric.core.text import plural
 from flowfabric.engine import overview
@@ -31,13 +31,16 @@ from flowfabric.engine.api.reads import Listings, Reads
 from flowfabric.engine.api.secrets import Secrets
 from flowfabric.engine.api.streams import Streams
 from flowfabric.engine.api.suspensions import Suspensions
-from flowfabric.engine.api.waitpoints import Signals, Waitpoints
-from flowfabric.engine.valkey.connect import Place, open_backend
+from flowfabric.engine.api.waitpoints import SentSignal, Signals, Waitpoints
+from flowfabric.engine.connect import Place, open_backend
 from flowfabric.sdk import diagnosis
 from flowfabric.sdk.engine_calls import FlowCalls, engine_call
 from flowfabric.sdk.failures import StoredFailure
+from flowfabric.sdk.fleet_calls import FleetCalls
 from flowfabric.sdk.following import EventFeed, Tail
-from flowfabric.sdk.options import ExecutionOptions, SentSignal
+from flowfabric.sdk.limiting import QuotaCalls
+from flowfabric.sdk.spending import BudgetCalls
+from flowfabric.sdk.submissions import Submissions
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +154,7 @@ def run_error(info: executions.ExecutionInfo) -> RunError:
     return _ERRORS.get(info.public_state, NotFinished)(info)
 
 
-class Client(FlowCalls, Subscriptions):
+class Client(Submissions, FleetCalls, FlowCalls, BudgetCalls, QuotaCalls, Subscriptions):
     """Submits work and follows it. Async; `SyncClient` is the same for ordinary code.
 
     >>> async with await Client.connect("valkey://127.0.0.1:6379") as client:
@@ -172,34 +175,6 @@ class Client(FlowCalls, Subscriptions):
         namespace = validate_namespace(namespace)
         return cls(await open_backend(place), namespace)
 
-    def new_execution(
-        self, kind: str, payload: bytes = b"", **options: Unpack[ExecutionOptions]
-    ) -> executions.NewExecution:
-        """One execution to submit, with an id minted for its lane unless one is given."""
-        fields: dict[str, Any] = dict(options)
-        lane = fields.pop("lane", "default")
-        execution_id = fields.pop("execution_id", None)
-        if fields.get("tags", ()) is None:
-            del fields["tags"]
-        if execution_id is None:
-            execution_id = ExecutionId.solo(validate_lane(lane, "lane"), self.backend.counts)
-        return executions.NewExecution(
-            execution_id=ExecutionId.parse(execution_id).check_partition(self.backend.counts),
-            execution_kind=kind,
-            input_payload=payload,
-            lane_id=lane,
-            namespace=self.namespace,
-            **fields,
-        )
-
-    async def submit(
-        self, kind: str, payload: bytes = b"", **options: Unpack[ExecutionOptions]
-    ) -> executions.CreateOutcome:
-        """Submit one execution; with an idempotency key or a fixed id at most once."""
-        new = self.new_execution(kind, payload, **options)
-        return await self.backend.executions.create_execution(new)
-
-    submit_many = engine_call(Executions.create_many)
     inspect = engine_call(Reads.describe_execution)
     replay = engine_call(Executions.replay_execution)
     purge = engine_call(Executions.purge_execution)
@@ -260,6 +235,10 @@ class Client(FlowCalls, Subscriptions):
             about = info.execution_kind, info.execution_id.compact, why
             extra = {"action": "no_worker", "execution_id": execution_id}
             log.warning("%s %s waits: %s", *about, extra=extra)
+
+    async def explain(self, execution_id: ExecutionId) -> diagnosis.Diagnosis:
+        """Why an execution is not running and what would help."""
+        return diagnosis.explain(await overview.read_detail(self.backend, execution_id))
 
     async def _detail(self, execution_id: ExecutionId) -> overview.ExecutionDetail | None:
         """What explains a wait; None if it cannot be read soon."""
@@ -364,10 +343,6 @@ class Client(FlowCalls, Subscriptions):
             if await self.backend.reads.describe_execution(execution_id) is None:
                 return None
             raise
-
-    def mint(self, lane: str, count: int) -> Iterable[ExecutionId]:
-        """New ids for executions of a lane."""
-        return ExecutionId.mint_solo_many(lane, self.backend.counts, count)
 
     async def signal(
         self,

@@ -9,7 +9,13 @@ import msgspec
 
 from flowfabric.core import capabilities as caps
 from flowfabric.core.errors import ConfigError, EngineError
-from flowfabric.core.ids import new_uuid, validate_lanes, validate_namespace, validate_worker_id
+from flowfabric.core.ids import (
+    new_uuid,
+    validate_lanes,
+    validate_namespace,
+    validate_namespaces,
+    validate_worker_id,
+)
 
 _MAX_BATCH = 256
 _LEASES_BLOCKED = 3
@@ -29,6 +35,7 @@ _CHECKS: dict[str, Callable[[Any], object]] = {
     "worker_id": validate_worker_id,
     "worker_instance_id": validate_worker_id,
     "namespace": validate_namespace,
+    "namespaces": validate_namespaces,
     "lanes": validate_lanes,
     "capabilities": lambda given: caps.normalise(given, "worker"),
 }
@@ -46,6 +53,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     worker_instance_id: str = msgspec.field(default_factory=_default_instance_id)
     """This process: leases are bound to it."""
     namespace: str = "default"
+    """Where it is registered."""
+    namespaces: Sequence[str] = ()
+    """The namespaces whose executions it runs, in fair turns: its own if none are given; `["*"]`
+    means all."""
     lanes: Sequence[str] = ("default",)
     capabilities: Sequence[str] = ()
     lease_ttl_ms: int = 30_000
@@ -81,6 +92,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError("worker", problem + advice, field) from error
         if not self.lanes:
             raise ConfigError("worker", "at least one lane is required")
+
+    @property
+    def served(self) -> tuple[str, ...] | None:
+        """The namespaces that it serves; None means all."""
+        if "*" in self.namespaces:
+            return None
+        return tuple(self.namespaces) or (self.namespace,)
 
     @property
     def capabilities_csv(self) -> str:

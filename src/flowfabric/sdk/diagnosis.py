@@ -1,17 +1,26 @@
 """Why an execution has not finished, in words."""
 
+import re
 from collections.abc import Sequence
+from shlex import quote
 
+import msgspec
+
+from flowfabric.core.contracts.budgets import Exhausted
 from flowfabric.core.contracts.executions import ExecutionInfo, WhyWaiting
 from flowfabric.core.contracts.flows import AnyOf, Quorum
 from flowfabric.core.contracts.suspension import OpenWaitpoint
-from flowfabric.core.state import OwnershipState, PublicState
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.state import LifecyclePhase, OwnershipState, PublicState
 from flowfabric.core.text import clock, duration, plural
-from flowfabric.engine.overview import ExecutionDetail
+from flowfabric.engine.flow_overview import Membership
+from flowfabric.engine.overview import ExecutionDetail, ReachedLimits
 
 OPERATOR_ONLY = "__operator_only__"
 TIMEOUT_ONLY = "__timeout_only__"
 _NAMED = 3
+_CLOSED = ("paused", "disabled")
+_command = re.compile(r"`(flowfabric [^`]+)`")
 _SPECIAL = {OPERATOR_ONLY: "an operator", TIMEOUT_ONLY: "its timeout"}
 _TIMED = {
     "waiting_for_retry_backoff": "the last attempt failed; the next one starts",
@@ -37,6 +46,47 @@ def future_time(at_ms: int, now_ms: int) -> str:
     """A time, and how long until then."""
     left = at_ms - now_ms
     return f"{clock(at_ms)} (in {duration(left)})" if left > 0 else f"{clock(at_ms)} (due)"
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """Why an execution is not running, or what it does.
+
+    >>> print(await run.explain())
+    It is waiting: no live worker serves lane gpu: start one with `flowfabric worker …`.
+    """
+
+    execution_id: ExecutionId
+    public_state: PublicState
+    text: str
+    """The answer, in a sentence."""
+    next_steps: tuple[str, ...] = ()
+    """Commands that would help."""
+    why: WhyWaiting | None = None
+    """The facts behind it; None if it runs or has finished."""
+    limits: ReachedLimits = ReachedLimits()
+    """The exhausted budgets and the full quota policy that keep it from starting."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def explain(detail: ExecutionDetail) -> Diagnosis:
+    """The answer to "why is it not running?"."""
+    info = detail.execution
+    if info.state_vector.lifecycle_phase is LifecyclePhase.TERMINAL:
+        text = f"It is {info.public_state.value}: it does not run again unless you replay it."
+        steps = (f"flowfabric replay {info.execution_id.compact}",)
+    else:
+        text = unfinished(detail)
+        steps = tuple(_command.findall(text))
+    return Diagnosis(
+        execution_id=info.execution_id,
+        public_state=info.public_state,
+        text=text,
+        next_steps=steps,
+        why=detail.why_not_running,
+        limits=detail.limits,
+    )
 
 
 def unfinished(detail: ExecutionDetail) -> str:
@@ -65,7 +115,7 @@ def why_not_running(detail: ExecutionDetail) -> str:
         return ""
     match detail.execution.public_state:
         case PublicState.ACTIVE if why.unknown_task is None:
-            return _active(detail)
+            return _active(detail, why)
         case PublicState.SUSPENDED:
             return _suspended(detail)
         case _:
@@ -74,22 +124,67 @@ def why_not_running(detail: ExecutionDetail) -> str:
 
 def _waiting(detail: ExecutionDetail, why: WhyWaiting) -> str:
     info = detail.execution
-    if why.lane_state != "active":
-        return f"lane {info.lane_id} is {why.lane_state}: none of its executions start"
+    if why.lane_state in _CLOSED:
+        reason = f" ({why.lane_reason})" if why.lane_reason else ""
+        resume = f"`flowfabric lane resume {quote(info.lane_id)}`"
+        return f"lane {info.lane_id} is {why.lane_state}{reason}: {resume} starts its executions"
     timed = _TIMED.get(why.blocking_reason)
     if timed is not None and why.retry_at is not None:
         due = why.retry_at <= detail.now_ms
         return f"{timed} " + ("now" if due else f"at {future_time(why.retry_at, detail.now_ms)}")
-    if detail.membership is not None and detail.membership.held:
-        flow_id = detail.membership.flow_id
-        return f"its flow is held: `flowfabric flow release {flow_id}` lets it run"
+    if detail.membership is not None and (held := _held_by_flow(detail.membership)):
+        return held
     if why.unresolved_edges:
         return _for_upstreams(detail, why)
-    for_worker = why.blocking_reason == "waiting_for_worker" or why.unknown_task
-    if for_worker or why.missing_capabilities:
+    for_worker = why.blocking_reason == "waiting_for_worker" or why.unknown_task is not None
+    limited = _for_limits(detail) if why.able_workers or not for_worker else ""
+    if not limited and (for_worker or why.missing_capabilities):
         return _for_worker(info, why)
+    return limited or _blocked(detail, why)
+
+
+def _blocked(detail: ExecutionDetail, why: WhyWaiting) -> str:
     reason = why.blocking_reason.replace("_", " ")
-    return f"{reason}: {why.blocking_detail}" if why.blocking_detail else reason
+    text = f"{reason}: {why.blocking_detail}" if why.blocking_detail else reason
+    if why.retry_at is not None:
+        text += f"; the next check is at {future_time(why.retry_at, detail.now_ms)}"
+    return text
+
+
+def _held_by_flow(place: Membership) -> str:
+    """Why the flow of a member does not let it run; empty if it does."""
+    if place.held:
+        return f"its flow is held: `flowfabric flow release {place.flow_id}` lets it run"
+    if place.awaited_parent is not None:
+        node = place.awaited_parent.compact
+        return f"its flow is a subflow and starts when node {node} no longer waits for others"
+    return ""
+
+
+def _for_limits(detail: ExecutionDetail) -> str:
+    """Which of its budgets, or its quota, admits nothing now; empty if all admit it."""
+    limits, namespace = detail.limits, detail.execution.namespace
+    where = "" if namespace == "default" else f" --namespace {namespace}"
+    if limits.budgets:
+        return _for_budget(limits.budgets[0], where, detail.now_ms)
+    full = limits.quota
+    if full is None:
+        return ""
+    if full.reason == "concurrency":
+        text = "every slot is taken; it starts when a running execution ends"
+    else:
+        why, soon = detail.why_not_running, detail.now_ms + (full.retry_after_ms or 0)
+        check = future_time(max(soon, (why and why.retry_at) or 0), detail.now_ms)
+        text = f"the rate limit is reached; the next check is at {check}"
+    return f"quota {full.label}: {text}. See `flowfabric quota show {quote(full.label)}{where}`"
+
+
+def _for_budget(spent: Exhausted, where: str, now_ms: int) -> str:
+    used = f"{spent.used:,} of {spent.limit:,} {spent.dimension} are used"
+    if spent.next_reset_at is not None:
+        used += f"; usage is reset at {future_time(spent.next_reset_at, now_ms)}"
+    change = f"`flowfabric budget raise {quote(spent.label)} {spent.dimension}=LIMIT{where}`"
+    return f"budget {spent.label}: {used}. Raise the limit with {change}"
 
 
 def _for_upstreams(detail: ExecutionDetail, why: WhyWaiting) -> str:
@@ -117,13 +212,17 @@ def _needed(why: WhyWaiting) -> str:
             return count
 
 
-def _active(detail: ExecutionDetail) -> str:
+def _active(detail: ExecutionDetail, why: WhyWaiting) -> str:
     worker = "its worker" if detail.lease is None else detail.lease.worker_instance_id
     if detail.execution.state_vector.ownership_state is OwnershipState.LEASE_REVOKED:
-        return f"the lease of {worker} was revoked; the next free worker takes it over"
-    if not detail.running:
-        return f"{worker} stopped renewing its lease; the next free worker takes it over"
-    return ""
+        lost = f"the lease of {worker} was revoked"
+    elif not detail.running:
+        lost = f"{worker} stopped renewing its lease"
+    else:
+        return ""
+    if why.able_workers:
+        return f"{lost}; the next free worker takes it over"
+    return f"{lost}, and {_for_worker(detail.execution, why)}"
 
 
 def _suspended(detail: ExecutionDetail) -> str:
@@ -152,12 +251,19 @@ def _for_worker(info: ExecutionInfo, why: WhyWaiting) -> str:
         problem = f"no live worker knows task {why.unknown_task}{offered}"
         return f"{problem}: start one that does with `flowfabric worker module:app --lanes {lane}`"
     problem, option = f"no live worker serves lane {lane}", f"--lanes {lane}"
+    if not why.live_workers and why.in_lane:
+        return (
+            f"{_serve(why.in_lane)} lane {lane}, but none serves namespace {info.namespace}: start "
+            f"one with `flowfabric worker module:app --lanes {lane} --namespace {info.namespace}`"
+        )
     if needs:
         problem += f" and offers {', '.join(needs)}"
         option = f"--capabilities {','.join(needs)}"
     if why.live_workers and why.missing_capabilities:
         lacks = ", ".join(why.missing_capabilities)
         problem = f"{_serve(why.live_workers)} lane {lane}, but the best match lacks {lacks}"
+        if why.closest_workers:
+            problem += f" ({', '.join(why.closest_workers[:_NAMED])})"
     return f"{problem}: start one with `flowfabric worker module:app {option}`"
 
 

@@ -152,6 +152,8 @@ class Endings:
         cause: BaseException | None = None,
     ) -> None:
         """Count and log an attempt that failed; without `retry_at`, its execution failed too."""
+        if task.trace is not None:
+            task.trace.failed(text)
         if retry_at is None:
             self.summary.failed += 1
             log_task(logging.ERROR, "task_failed", task, text, cause=cause)

@@ -87,5 +87,10 @@ class FlowCalls(ClosedOnce):
         if flow is None:
             return text
         states = ", ".join(f"{count} {state}" for state, count in sorted(flow.members.items()))
-        held = f" It is held: `flowfabric flow release {flow_id}` lets it run." if flow.held else ""
-        return f"{text} Its {plural(flow.node_count, 'node')}: {states}.{held}"
+        why = ""
+        if flow.held:
+            why = f" It is held: `flowfabric flow release {flow_id}` lets it run."
+        elif flow.awaits_parent and flow.parent_execution_id is not None:
+            node = flow.parent_execution_id.compact
+            why = f" It starts when node {node} no longer waits for others."
+        return f"{text} Its {plural(flow.node_count, 'node')}: {states}.{why}"

@@ -15,7 +15,7 @@ from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.outage import Outage
-from flowfabric.scheduler.claims import give_back
+from flowfabric.scheduler.giving_back import give_back
 from flowfabric.sdk.loop_thread import Connect, LoopThread, opened
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,10 @@ class HeldLease:
     lost_code: str | None = None
     renewing: bool = False
     leaving: bool = False
+    budgets: frozenset[str] = frozenset()
+    """The budgets of which the execution holds a part, as long as the lease lasts."""
+    unconfirmed: str | None = None
+    """The quota policy whose slot is still to be confirmed."""
 
     @property
     def alive(self) -> bool:
@@ -86,8 +90,16 @@ class LeaseKeeper(LoopThread):
 
     crashed = "the lease keeper stopped; leases will expire", "lease_keeper_crashed"
 
-    def __init__(self, connect: Connect, lease_ttl_ms: int, outage: Outage | None = None) -> None:
+    def __init__(
+        self,
+        connect: Connect,
+        lease_ttl_ms: int,
+        outage: Outage | None = None,
+        *,
+        by_partition: bool = True,
+    ) -> None:
         super().__init__("ff-lease-keeper")
+        self._by_partition = by_partition
         self._connect = connect
         self._outage = outage or Outage()
         self.look_every_s = min(lease_ttl_ms / 3000 / _STEPS, _LONGEST_LOOK_S)
@@ -178,7 +190,8 @@ class LeaseKeeper(LoopThread):
             if now >= held.deadline:
                 self._lose(held, "lease_expired", "no renewal succeeded in time")
             elif held.next_at <= now and not held.renewing:
-                due.setdefault(held.handle.execution_id.tag, []).append(held)
+                place = held.handle.execution_id.tag if self._by_partition else ""
+                due.setdefault(place, []).append(held)
         for leases in due.values():
             for start in range(0, len(leases), _BATCH):
                 batch = leases[start : start + _BATCH]
@@ -230,8 +243,13 @@ class LeaseKeeper(LoopThread):
             # A bug here must not end the renewal of the other leases.
             log.exception("cannot renew leases", extra={"action": "renewal_broke"})
             answers = [TransportError("other", str(error))] * len(batch)
+        if any(held.budgets for held in batch):
+            self._begin(self._extend_holds(backend, batch, answers))
+        unconfirmed: dict[str, list[HeldLease]] = {}
         for held, answer in zip(batch, answers, strict=True):
             held.renewing = False
+            if held.unconfirmed is not None and isinstance(answer, Renewed):
+                unconfirmed.setdefault(held.unconfirmed, []).append(held)
             if held.handle.lease not in self._held:
                 continue
             if isinstance(answer, Renewed):
@@ -244,6 +262,36 @@ class LeaseKeeper(LoopThread):
                 self.renewed += 1
             else:
                 self._failed(held, answer)
+        for policy, leases in unconfirmed.items():
+            await self._confirm(backend, policy, leases)
+
+    async def _confirm(self, backend: Backend, policy: str, leases: list[HeldLease]) -> None:
+        """Confirm slots of running executions; the next renewal repeats what failed."""
+        ids = [held.handle.execution_id for held in leases]
+        try:
+            await backend.quotas.confirm_many(policy, ids)
+        except EngineError as error:
+            log.debug("cannot confirm the slots of quota %s: %s", policy, error)
+            return
+        for held in leases:
+            held.unconfirmed = None
+
+    async def _extend_holds(
+        self, backend: Backend, batch: list[HeldLease], answers: list[Renewed | EngineError]
+    ) -> None:
+        """Let what executions hold of budgets last as long as their leases."""
+        calls = [
+            backend.budgets.extend_holds(
+                budget_id, held.handle.execution_id, answer.lease_epoch, answer.expires_at
+            )
+            for held, answer in zip(batch, answers, strict=True)
+            if isinstance(answer, Renewed)
+            for budget_id in held.budgets
+        ]
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                # The next renewal repeats it; a hold outlasts its lease by 30 s.
+                log.debug("cannot extend the budget holds of a task: %s", outcome)
 
     def _failed(self, held: HeldLease, error: EngineError) -> None:
         held.failures += 1

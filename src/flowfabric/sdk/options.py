@@ -1,4 +1,4 @@
-"""Options of submissions and signals."""
+"""Options of submissions."""
 
 from collections.abc import Mapping
 from typing import TypedDict
@@ -24,27 +24,3 @@ class ExecutionOptions(TypedDict, total=False):
     delay_until: int | None
     delay_ms: int | None
     execution_deadline_at: int | None
-
-
-class SignalOptions(TypedDict, total=False):
-    """What else may go with a signal and its payload."""
-
-    signal_category: str
-    source_type: str
-    correlation_id: str
-    idempotency_key: str
-    """Signals with the same key count once."""
-    target_scope: str
-    signal_id: str | None
-    created_at: int | None
-    dedup_ttl_ms: int
-    resume_delay_ms: int
-    max_signals_per_execution: int | None
-    signal_maxlen: int
-
-
-class SentSignal(SignalOptions, total=False):
-    """The payload of a signal, and what else may go with it."""
-
-    payload: bytes | None
-    payload_encoding: str | None

@@ -20,7 +20,7 @@ import msgspec
 from flowfabric.core.errors import LeaseLost
 from flowfabric.core.forks import end_child, generation
 from flowfabric.core.text import duration
-from flowfabric.scheduler.claims import ClaimLoop
+from flowfabric.engine.layers.tracing import AttemptTrace
 from flowfabric.sdk.endings import Encoded, Endings, FailOrRelease, RunSummary
 from flowfabric.sdk.lease_keeper import HeldLease
 from flowfabric.sdk.logs import counted, log_always, log_normally, log_task
@@ -75,8 +75,8 @@ class WorkerRuntime:
         self.summary = self._endings.summary
         # Scanners ring again for work whose ring was lost: with them, half as many looks suffice.
         listen_s = worker.claims.poll_s * (2 if worker.config.scanners else 1)
-        self._claiming = ClaimLoop(
-            worker.claims, self._start, batch=worker.config.batch, listen_s=listen_s
+        self._claiming = worker.source.new_loop(
+            self._start, batch=worker.config.batch, listen_s=listen_s
         )
 
     def on(self, kind: str, handler: Handler) -> None:
@@ -217,7 +217,8 @@ class WorkerRuntime:
             # The claim's reply waited too long, for instance for code that blocked the loop.
             self._endings.abandon(task, LeaseLost("lease_expired", "it expired before the start"))
             return
-        running = asyncio.create_task(self._handle(task))
+        handling = self._handle(task) if task.trace is None else self._trace(task, task.trace)
+        running = asyncio.create_task(handling)
         self._running[task] = running
         loop = running.get_loop()
 
@@ -225,6 +226,12 @@ class WorkerRuntime:
             loop.call_soon_threadsafe(running.cancel, str(error))
 
         task.on_lease_lost = lost
+
+    async def _trace(self, task: ClaimedTask, trace: AttemptTrace) -> None:
+        with trace.running():
+            await self._handle(task)
+            if task.finished_by is None:
+                trace.queued()
 
     async def _handle(self, task: ClaimedTask) -> None:
         handed_on = False

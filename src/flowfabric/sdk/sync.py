@@ -4,7 +4,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Self, TypeVar
 
 from flowfabric.core.closing import Closing
-from flowfabric.engine.valkey.connect import Place
+from flowfabric.engine.connect import Place
 from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.following import SyncEventFeed
@@ -66,9 +66,11 @@ class SyncClient(SyncTwin[Client], Closing):
 
     new_execution = blocking(Client.new_execution)
     mint = blocking(Client.mint)
+    place = blocking(Client.place)
     submit = blocking(Client.submit)
     submit_many = blocking(Client.submit_many)
     inspect = blocking(Client.inspect)
+    explain = blocking(Client.explain)
     wait = blocking(Client.wait)
     wait_until_suspended = blocking(Client.wait_until_suspended)
     result = blocking(Client.result)
@@ -102,6 +104,28 @@ class SyncClient(SyncTwin[Client], Closing):
     get_inputs = blocking(Client.get_inputs)
     wait_flow = blocking(Client.wait_flow)
     subscribe_flow_events = blocking(Client.subscribe_flow_events, SyncEventFeed)
+
+    create_quota = blocking(Client.create_quota)
+    quota = blocking(Client.quota)
+    quotas = blocking(Client.quotas)
+    update_quota = blocking(Client.update_quota)
+    lanes = blocking(Client.lanes)
+    lane = blocking(Client.lane)
+    busiest_partitions = blocking(Client.busiest_partitions)
+    set_lane_state = blocking(Client.set_lane_state)
+    set_lane_config = blocking(Client.set_lane_config)
+    workers = blocking(Client.workers)
+    drain_worker = blocking(Client.drain_worker)
+    mark_worker_dead = blocking(Client.mark_worker_dead)
+    list_worker_leases = blocking(Client.list_worker_leases)
+    list_expired_leases = blocking(Client.list_expired_leases)
+    create_budget = blocking(Client.create_budget)
+    budget = blocking(Client.budget)
+    list_budgets = blocking(Client.list_budgets)
+    update_budget = blocking(Client.update_budget)
+    reset_budget = blocking(Client.reset_budget)
+    delete_budget = blocking(Client.delete_budget)
+    report_usage = blocking(Client.report_usage)
 
     deliver_signal = blocking(Client.deliver_signal)
     signal = blocking(Client.signal)

@@ -4,15 +4,17 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Self
 
-from flowfabric.core.conditions import Condition
-from flowfabric.core.contracts import executions, leases, streams, suspension
+from flowfabric.core.conditions import Condition, Single
+from flowfabric.core.contracts import budgets, executions, leases, streams, suspension
 from flowfabric.core.contracts.flows import GraphEdge, GraphNode, Spawned
 from flowfabric.core.errors import FlowFabricError, LeaseLost, StateError
-from flowfabric.core.ids import new_uuid
+from flowfabric.core.ids import budget_id, new_uuid
+from flowfabric.engine.api.budgets import Amounts
 from flowfabric.engine.api.streams import FrameWriter
 from flowfabric.sdk.attempt import HeldAttempt
 from flowfabric.sdk.failures import describe
 from flowfabric.sdk.logs import log_task
+from flowfabric.sdk.spending import Usage, exceeded, spent_and_key
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +175,79 @@ class ClaimedTask(HeldAttempt):
     async def wait_signals(self, wait: suspension.PastWait) -> list[suspension.ResumeSignal]:
         """The signals that a past wait received, oldest first."""
         return await self.backend.waitpoints.read_wait_signals(self.execution_id, wait)
+
+    async def report_usage(
+        self, budget: str, usage: Amounts | Usage, dedup_key: str = "", *, enforce: bool = False
+    ) -> budgets.UsageOutcome:
+        """Count usage of a budget, named by its name or UUID. A breach is a result.
+
+        With `enforce`, a breach also does what the budget says: it raises `BudgetExceeded`,
+        suspends the task, or logs a warning. A repeat with the same `dedup_key` counts once.
+        """
+        spent, dedup_key = spent_and_key(usage, dedup_key)
+        report, known = self.backend.budgets.report_usage, self._budget_id(budget)
+        outcome = await report(self.handle, known, spent, dedup_key=dedup_key)
+        if enforce:
+            await self.enforce(budget, outcome)
+        return outcome
+
+    async def reserve(
+        self,
+        budget: str,
+        amounts: Amounts,
+        reservation_id: str,
+        *,
+        ttl_ms: int | None = None,
+        enforce: bool = False,
+    ) -> budgets.ReserveOutcome:
+        """Hold amounts of a budget before spending them; `settle` or the end of the lease ends it.
+
+        With `enforce`, amounts that do not fit raise `BudgetExceeded` or suspend the task.
+        """
+        self._require_lease()
+        reserve, known = self.backend.budgets.reserve, self._budget_id(budget)
+        outcome = await reserve(self.handle, known, amounts, reservation_id, ttl_ms=ttl_ms)
+        if not isinstance(outcome, budgets.HardBreach):
+            self.held.budgets |= {known}
+        if enforce:
+            await self.enforce(budget, outcome)
+            if isinstance(outcome, budgets.HardBreach):
+                # There is nothing to reject: without a hold, nothing may be spent.
+                raise exceeded(budget, outcome)
+        return outcome
+
+    async def settle(
+        self, budget: str, reservation_id: str, actual: Amounts | None = None
+    ) -> budgets.UsageOutcome:
+        """Count what was spent of a hold. A dimension that is not named counts as held."""
+        return await self.backend.budgets.settle(self._budget_id(budget), reservation_id, actual)
+
+    async def release_reservation(self, budget: str, reservation_id: str) -> budgets.ReleaseOutcome:
+        """Give a hold back, because nothing was spent."""
+        release = self.backend.budgets.release_reservation
+        return await release(self._budget_id(budget), reservation_id)
+
+    async def enforce(
+        self, budget: str, outcome: budgets.UsageOutcome | budgets.ReserveOutcome
+    ) -> None:
+        """Do what a budget says about a breach; other outcomes change nothing."""
+        if isinstance(outcome, budgets.SoftBreach):
+            if outcome.action != "allow":
+                text = f"{outcome.dimension} {outcome.current_usage} of {outcome.soft_limit}"
+                message = f"exceeded the soft limit of budget {budget}: {text}"
+                log_task(logging.WARNING, "budget_soft_exceeded", self, message)
+            return
+        if not isinstance(outcome, budgets.HardBreach) or outcome.action == "reject":
+            return
+        error = exceeded(budget, outcome)
+        if outcome.action != "suspend":
+            raise error
+        prompt = f"{error.details[0]}. Raise the limit or reset the budget, then resume."
+        await self.suspend(Single("budget"), reason_code="paused_by_budget", prompt=prompt)
+        raise Parked
+
+    def _budget_id(self, budget: str) -> str:
+        return budget_id(budget, self.claim.namespace)
 
     @property
     def output(self) -> FrameWriter:

@@ -10,21 +10,25 @@ from typing import Self, TypedDict, Unpack
 from flowfabric.core.capabilities import log_digest
 from flowfabric.core.closing import ClosedOnce
 from flowfabric.core.contracts import leases, suspension
+from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import ConfigError, ContentionError, EngineError
 from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.api.waitpoints import SentSignal
+from flowfabric.engine.connect import Place, open_backend
+from flowfabric.engine.layers import tracing
 from flowfabric.engine.outage import Outage
-from flowfabric.engine.valkey.connect import Place, open_backend
 from flowfabric.scanners.settings import ScannerSettings
-from flowfabric.scheduler.claims import WorkerClaims, give_back
+from flowfabric.scheduler.giving_back import give_back
+from flowfabric.scheduler.permits import ClaimPermits
 from flowfabric.sdk.attempt import DROP_PAUSE_S, warn_dropped
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper
 from flowfabric.sdk.loop_thread import Connect, opened
-from flowfabric.sdk.options import SentSignal
 from flowfabric.sdk.scanner_thread import ScannerThread
 from flowfabric.sdk.task import ClaimedTask
+from flowfabric.sdk.work_source import StoreSource, WorkSource
 
 log = logging.getLogger(__name__)
 
@@ -64,14 +68,22 @@ class Worker(ClosedOnce):
             "lease_ttl_ms": config.lease_ttl_ms,
         }
         requests = {
-            lane: ClaimRequest(lane, capabilities=config.capabilities_csv, **self._terms)
+            lane: ClaimRequest(
+                lane,
+                capabilities=config.capabilities_csv,
+                namespaces=config.served,
+                **self._terms,
+            )
             for lane in config.lanes
         }
-        poll_s = config.claim_poll_interval_ms / 1000
-        self.claims = WorkerClaims(
-            backend, requests, self._adopt, config.permits, poll_s, outage=outage
-        )
-        """Permits, hints and claims of this process."""
+        source: Callable[..., WorkSource] = StoreSource
+        if backend.remote:
+            # Workers on Valkey do not load the client of a server.
+            from flowfabric.sdk.server_source import ServerSource as source  # noqa: PLC0415, N813
+        self.source: WorkSource = source(config, backend, requests, self._adopt, outage)
+        """Where it gets its tasks."""
+        self.claims: ClaimPermits[ClaimedTask] = self.source.claims
+        """Permits and claims of this process."""
         self._registered = False
         self.vanished = False
         """Whether it acts as if its process had been killed; for tests."""
@@ -80,6 +92,7 @@ class Worker(ClosedOnce):
         self.caps_hash = log_digest(config.capabilities_csv)
         self._held: set[HeldLease] = set()
         self._loop = asyncio.get_running_loop()
+        self._tracing = tracing.active()
         self._heartbeat: asyncio.Task[None] | None = None
 
     @classmethod
@@ -100,11 +113,15 @@ class Worker(ClosedOnce):
         # Local mistakes first: a typo must not register an instance that never serves.
         settings = ScannerSettings.from_env() if config.scanners else None
         backend = await opened(connect)
-        outage = Outage()
-        keeper = LeaseKeeper(connect, config.lease_ttl_ms, outage)
+        outage = Outage("the server" if backend.remote else "Valkey")
+        # A server runs the scanners itself.
+        remote = backend.remote
+        keeper = LeaseKeeper(connect, config.lease_ttl_ms, outage, by_partition=not remote)
 
         def new_scanners() -> ScannerThread | None:
-            return None if settings is None else ScannerThread(connect, settings, backend, outage)
+            if settings is None or remote:
+                return None
+            return ScannerThread(connect, settings, backend, outage)
 
         worker = cls(config, backend, keeper, new_scanners, outage)
         worker.claims.offer(config.capabilities, tasks, no_others=no_others)
@@ -128,32 +145,13 @@ class Worker(ClosedOnce):
         return worker
 
     async def _register(self, *, only_if_absent: bool) -> None:
-        config = self.config
         try:
-            await self.backend.workers.register_worker(
-                worker_id=config.worker_id,
-                worker_instance_id=config.worker_instance_id,
-                lanes=config.lanes,
-                capabilities=config.capabilities,
-                tasks=self.claims.tasks,
-                takes_other_tasks=not self.claims.no_others,
-                liveness_ttl_ms=config.liveness_ttl_ms,
-                namespace=config.namespace,
-                only_if_absent=only_if_absent,
-            )
+            await self.source.register(only_if_absent=only_if_absent)
         except EngineError as error:
             if error.code != "invalid_input":
                 raise
             raise ConfigError("worker", error.detail, "worker_instance_id") from error
         self._registered = True
-        await self.backend.places.register_places(self._places())
-
-    def _places(self) -> dict[str, list[str]]:
-        """Where this worker looks for work by default."""
-        places: dict[str, list[str]] = {}
-        for lane in self.claims.lanes:
-            places.setdefault(lane.home, []).append(lane.lane_id)
-        return places
 
     def offer_tasks(self, tasks: Iterable[str], *, no_others: bool = False) -> None:
         """Say which tasks this process knows. It then gets executions that wait for one of them.
@@ -164,7 +162,7 @@ class Worker(ClosedOnce):
         if offered != known:
             self.claims.offer(self.config.capabilities, offered[0], no_others=no_others)
             self._registered = False
-            self.claims.in_background(self._announce())
+            self.claims.in_background(self._announce)
 
     async def _beat(self) -> None:
         while True:
@@ -173,17 +171,12 @@ class Worker(ClosedOnce):
 
     async def _announce(self) -> None:
         """Renew the registration, or register again; the next heartbeat repeats what failed."""
-        config, expiry = self.config, None
         try:
-            if self._registered:
-                expiry = await self.backend.workers.heartbeat_worker(
-                    config.worker_instance_id, config.namespace
-                )
-            if expiry is None:
+            draining = await self.source.beat() if self._registered else None
+            if draining is None:
                 await self._register(only_if_absent=False)
-            for tag, lanes in self._places().items():
-                self.backend.places.known_places.setdefault(tag, set()).update(lanes)
-            await self.backend.places.register_again()
+            else:
+                self.claims.drain(draining=draining)
             self.outage.ended()
         except (EngineError, ConfigError) as error:
             if not self.outage.noticed(error, "heartbeat failed"):
@@ -196,6 +189,8 @@ class Worker(ClosedOnce):
 
     def _adopt(self, claim: leases.Claim, since: float) -> ClaimedTask:
         task = ClaimedTask(self, claim, since)
+        if self._tracing is not None:
+            task.trace = tracing.AttemptTrace(self._tracing, claim, since)
         self._held.add(task.held)
         return task
 
@@ -215,15 +210,21 @@ class Worker(ClosedOnce):
         warn_dropped(held.handle.execution_id)
         self.release(held)
         if held.alive and not self.closed:
-            self.claims.in_background(give_back(self.backend, [held.handle], DROP_PAUSE_S))
+            self.claims.in_background(give_back, self.backend, [held.handle], DROP_PAUSE_S)
 
     async def claim_many(self, max_n: int | None = None) -> list[ClaimedTask]:
         """Claim up to `max_n` tasks of the configured lanes; empty without work or permits."""
         return await self.claims.claim_many(self.free if max_n is None else max_n)
 
-    async def claim(self) -> ClaimedTask | None:
-        """Claim one task of the configured lanes, in turn; None without work or permits."""
-        tasks = await self.claim_many(1)
+    async def claim(self, max_wait: Duration = 0) -> ClaimedTask | None:
+        """Claim one task of the configured lanes, in turn; None without work or permits.
+
+        Waits up to `max_wait` for work.
+
+        >>> task = await worker.claim(max_wait="30s")
+        """
+        wait_s = to_ms(max_wait, "max_wait") / 1000
+        tasks = await self.claim_many(1) or await self.claims.claim_when_rung(1, wait_s)
         return tasks[0] if tasks else None
 
     claim_next = claim
@@ -287,6 +288,7 @@ class Worker(ClosedOnce):
             closing.push_async_callback(self.backend.aclose)
             closing.push_async_callback(self._deregister)
             closing.push_async_callback(asyncio.to_thread, self.keeper.stop)
+            closing.push_async_callback(self.claims.aclose)
             closing.push_async_callback(self._discard)
             if self._heartbeat is not None:
                 self._heartbeat.cancel()
@@ -295,16 +297,13 @@ class Worker(ClosedOnce):
     async def _discard(self) -> None:
         tasks = [task for held in list(self._held) if (task := held.watcher()) is not None]
         await asyncio.gather(
-            *(task.discard(pause_s=0) for task in tasks if isinstance(task, ClaimedTask)),
-            *self.claims.background,
+            *(task.discard(pause_s=0) for task in tasks if isinstance(task, ClaimedTask))
         )
 
     async def _deregister(self) -> None:
         if self.vanished:
             return
         try:
-            await self.backend.workers.mark_worker_dead(
-                self.config.worker_instance_id, self.config.namespace, "shutdown"
-            )
+            await self.source.leave()
         except EngineError as error:
-            log.debug("worker not deregistered: %s", error)
+            log.debug("cannot deregister the worker: %s", error)

@@ -9,7 +9,7 @@ from pathlib import Path
 from flowfabric.core.closing import Closing
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.valkey.connect import start_embedded
+from flowfabric.engine.connect import start_embedded
 from flowfabric.engine.valkey.testing import EngineClock, empty, open_trial
 from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scanners.supervisor import ScannerSupervisor

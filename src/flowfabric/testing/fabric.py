@@ -86,9 +86,9 @@ class TestFabric(Fabric):
     async def drain(self, timeout: Duration = 30) -> list[Ended]:
         """Run everything that can run now, until nothing is left; returns what ended.
 
-        The list also has what ended since the last call without it, in the order in which it
-        ended. Retries and delays wait for their time: `fabric.clock.advance()` lets it pass.
-        After `timeout` of real time it raises `TimeoutError`.
+        The list also has what ended since the last call without it, ordered by the millisecond in
+        which it ended. Retries and delays wait for their time: `fabric.clock.advance()` lets it
+        pass. After `timeout` of real time it raises `TimeoutError`.
         """
         await self._work_off(timeout)
         return await self._newly_ended()
@@ -125,7 +125,7 @@ class TestFabric(Fabric):
             if policy is not None
             for capability in policy.routing_requirements.required_capabilities
         ]
-        return everything.worker(capabilities=needed, scanners=False)
+        return everything.worker(capabilities=needed, namespaces=["*"], scanners=False)
 
     async def _run_timers(self) -> int:
         return await asyncio.to_thread(self._engine.run_timers)

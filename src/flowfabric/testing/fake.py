@@ -8,6 +8,7 @@ from flowfabric.app.context import Context, SyncContext
 from flowfabric.app.waits import Limit, Signal, WaitOptions, Waits, WaitTimeout
 from flowfabric.core import conditions
 from flowfabric.core.conditions import AcceptedSignal, Condition
+from flowfabric.core.contracts.budgets import Reserved, UsageOk, UsageOutcome
 from flowfabric.core.contracts.flows import FlowInput, FlowInputs, GraphNode, Spawned
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.contracts.suspension import PendingWaitpoint
@@ -36,6 +37,13 @@ class ProgressReport(NamedTuple):
     message: str | None
 
 
+class BudgetSpend(NamedTuple):
+    """Usage that a handler reported to a budget, or settled of a hold."""
+
+    budget: str
+    amounts: Mapping[str, int]
+
+
 class Recorder:
     """What a handler did with its context."""
 
@@ -50,6 +58,8 @@ class Recorder:
         """What it asked people, in order."""
         self.spawned: list[str] = []
         """The keys of the children that it waited for, in order."""
+        self.spent: list[BudgetSpend] = []
+        """What it reported or settled, in order."""
 
     @property
     def output(self) -> str:
@@ -109,7 +119,7 @@ class FakeSyncContext(Recorder, SyncContext):
     ) -> None:
         fake = FakeContext(answers, tags=tags, attempt=attempt, inputs=inputs, children=children)
         self.reports, self.frames, self.spawned = fake.reports, fake.frames, fake.spawned
-        self.waits, self.prompts = fake.waits, fake.prompts
+        self.waits, self.prompts, self.spent = fake.waits, fake.prompts, fake.spent
         super(SyncContext, self).__init__(fake, _Inline())
         self._task, self._runtime = fake._task, fake._runtime  # noqa: SLF001
 
@@ -139,6 +149,8 @@ class _FakeTask:
         self.execution_id = ExecutionId.solo("default", PartitionCounts())
         self.claim = claim
         self.backend = flow
+        self.attempt_id = new_uuid()
+        self._held: dict[str, Mapping[str, int]] = {}
 
     async def spawn_children(self, nodes: Sequence[GraphNode], *_: object, **__: object) -> Spawned:
         flow = cast("_FakeFlow", self.backend)
@@ -150,6 +162,30 @@ class _FakeTask:
 
     def is_lease_healthy(self) -> bool:
         return True
+
+    async def report_usage(
+        self, budget: str, usage: Mapping[str, int], *_: object, **__: object
+    ) -> UsageOutcome:
+        self._recorder.spent.append(BudgetSpend(budget, dict(usage)))
+        return UsageOk()
+
+    async def reserve(
+        self, _budget: str, amounts: Mapping[str, int], reservation_id: str, **_: object
+    ) -> Reserved:
+        self._held[reservation_id] = amounts
+        return Reserved(reservation_id, amounts)
+
+    async def settle(
+        self, budget: str, reservation_id: str, actual: Mapping[str, int] | None
+    ) -> UsageOutcome:
+        spent = {**self._held.pop(reservation_id), **(actual or {})}
+        return await self.report_usage(budget, spent)
+
+    async def release_reservation(self, _budget: str, reservation_id: str) -> None:
+        del self._held[reservation_id]
+
+    async def enforce(self, *_: object) -> None:
+        """No limit is set here."""
 
     async def update_progress(self, pct: int | None, message: str | None) -> None:
         self._recorder.reports.append(ProgressReport(pct, message))

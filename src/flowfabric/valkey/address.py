@@ -17,7 +17,7 @@ _ESCAPE: Final = "in a password, write @ / ? # and [ as %40 %2F %3F %23 and %5B"
 _is_host = re.compile(r"[\w.-]+(:\d+)?(/\d+)?|\[[0-9a-fA-F:]+\](:\d+)?").fullmatch
 FORMS: Final = (
     "valkey://[user:password@]host:port[/db], valkeys://…, "
-    "valkey+cluster://host:port,host:port or unix://path[?db=N]"
+    "valkey+cluster://host:port,host:port, unix://path[?db=N], or http://host:9090 for a server"
 )
 
 
@@ -153,6 +153,8 @@ def _parse(text: str) -> Address:
 def _unknown_form(text: str, scheme: str) -> str:
     if scheme in {"redis", "rediss"} and "://" in text:
         return f"{scheme}:// is not supported; write {scheme.replace('redis', 'valkey')}://"
+    if scheme in {"http", "https"}:
+        return "this is the address of a FlowFabric server; give that of Valkey, such as valkey://…"
     # Repeat only a bare host with or without a port: anything else may hold a password.
     if _is_host(text):
         return f"write valkey://{text} (or another of {FORMS})"

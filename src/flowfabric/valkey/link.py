@@ -27,8 +27,16 @@ _LAST_PAUSE: Final = 0.5
 
 READ_FUNCTIONS: Final = frozenset(
     {
+        *("ff_budget_exhausted", "ff_budget_read"),
         *("ff_flow_edges", "ff_flow_members", "ff_get_inputs", "ff_idle_lanes", "ff_list_kids"),
-        *("ff_list_suspended", "ff_read_waits", "ff_scan_due", "ff_stream_read", "ff_survey"),
+        *(
+            "ff_quota_status",
+            "ff_list_suspended",
+            "ff_read_waits",
+            "ff_scan_due",
+            "ff_stream_read",
+            "ff_survey",
+        ),
         *("ff_version", "ff_waitpoint_token"),
     }
 )
@@ -37,9 +45,10 @@ READ_FUNCTIONS: Final = frozenset(
 _COMMANDS: Final = frozenset(
     {
         *("PING", "TIME", "INFO", "GET", "EXISTS", "PTTL"),
-        *("HGET", "HMGET", "HGETALL", "HSCAN", "SMEMBERS", "SISMEMBER", "SCARD", "LRANGE"),
+        *("HGET", "HMGET", "HGETALL", "HSCAN", "HKEYS", "HLEN", "HRANDFIELD"),
+        *("SMEMBERS", "SISMEMBER", "SCARD", "SRANDMEMBER", "LRANGE"),
         *("ZRANGE", "ZMSCORE", "ZCARD"),
-        *("XRANGE", "XREVRANGE", "XREAD", "XINFO"),
+        *("XRANGE", "XREVRANGE", "XREAD", "XINFO", "XLEN"),
     }
 )
 _SUBCOMMANDS: Final = frozenset(

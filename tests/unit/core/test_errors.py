@@ -95,6 +95,7 @@ RESERVED = """
 no_eligible_execution stream_not_found waitpoint_pending_use_buffer_script resume_condition_not_met
 duplicate_signal ok_already_applied stream_already_closed execution_not_eligible_for_attempt
 invalid_offset quota_attach_conflict budget_override_not_allowed lane_limit_exceeded
+lane_placement_changed
 """
 CLASS_BY_GROUP = {
     "not_found": "NotFoundError",

@@ -5,7 +5,7 @@ import uuid
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowfabric.core.graph import derived_uuid
+from flowfabric.core.ids import derived_uuid
 
 
 @given(st.uuids(), st.text())

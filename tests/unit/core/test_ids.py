@@ -361,6 +361,28 @@ class Carrier(msgspec.Struct):
     partition: PartitionKey | None = None
 
 
+def test_names_stand_for_the_same_uuid_everywhere() -> None:
+    # Clients of other versions derive the same ids, so they never change.
+    assert ids.quota_id("openai") == "6a6dbe86-3f64-5881-aed7-f920e5a6150c"
+    assert ids.budget_id("openai") == "1e606241-6d01-5698-b71d-d4116c35bf45"
+    assert ids.quota_id(UUID_A) == ids.budget_id(UUID_A.upper()) == UUID_A
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("", "quota: must not be empty"),
+        ("x" * 257, "quota: must be at most 256 bytes, got 257"),
+        ("a\nb", "quota: must be printable"),
+        (7, "quota: must be text, got int"),
+    ],
+)
+def test_names_that_are_refused(name: str, problem: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ids.quota_id(name)
+    assert detail_of(caught) == problem
+
+
 def test_ids_travel_through_msgspec_with_the_hooks() -> None:
     carrier = Carrier(ExecutionId(f"{{fp:1}}:{UUID_A}"), PartitionKey("{fp:1}"))
     data = msgspec.json.encode(carrier, enc_hook=ids.enc_hook)

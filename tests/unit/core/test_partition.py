@@ -99,5 +99,8 @@ def test_collisions_of_few_lanes() -> None:
     report = lane_collisions(["b", "a", "a"], PartitionCounts(flow=1))
     assert report.shared == {0: ["a", "b"]}
     assert lane_collisions(["default", "workers-a"], COUNTS).grade == "clean"
+    spread = lane_collisions(["a", "b", "c"], PartitionCounts(flow=1), {"b", "x"})
+    assert (spread.lanes, spread.affected, spread.shared) == (2, 2, {0: ["a", "c"]})
+    assert lane_collisions(["a", "b"], PartitionCounts(flow=1), {"b"}).grade == "clean"
     empty = lane_collisions([], COUNTS)
     assert (empty.lanes, empty.grade) == (0, "clean")

@@ -304,7 +304,7 @@ def test_unknown_fields_are_refused(path: str, value: Any) -> None:
 def test_unknown_fields_in_deeper_places() -> None:
     tier = {"provider": "a", "model": "b", "cost": 1}
     assert refused({"fallback_policy": {"tiers": [tier]}}).detail == (
-        "fallback_policy.tiers.0.cost: unknown field"
+        "fallback_policy.tiers[0].cost: unknown field"
     )
     backoff = {"type": "fixed", "delay_ms": 1, "jitter": True}
     assert refused(at("retry_policy.backoff", backoff)).detail == (
@@ -376,7 +376,7 @@ def test_refused_backoffs(backoff: Any, detail: str, status: int) -> None:
         ),
         (
             at("retry_policy.retryable_categories", ["a", 1]),
-            "retry_policy.retryable_categories.1: must be text",
+            "retry_policy.retryable_categories[1]: must be text",
             422,
         ),
         (
@@ -409,23 +409,23 @@ def test_refused_backoffs(backoff: Any, detail: str, status: int) -> None:
         ),
         (
             {"fallback_policy": {"tiers": ["x"]}},
-            "fallback_policy.tiers.0: must be an object",
+            "fallback_policy.tiers[0]: must be an object",
             422,
         ),
         (
             {"fallback_policy": {"tiers": [{"model": "m"}]}},
-            "fallback_policy.tiers.0.provider: missing",
+            "fallback_policy.tiers[0].provider: missing",
             422,
         ),
         (
             {"fallback_policy": {"tiers": [{"provider": "p", "model": ""}]}},
-            "fallback_policy.tiers.0.model: must not be empty",
+            "fallback_policy.tiers[0].model: must not be empty",
             400,
         ),
         ({"budget_ids": UUID}, "budget_ids: must be an array", 422),
-        ({"budget_ids": [UUID, "x"]}, "budget_ids.1: is not a UUID", 422),
-        ({"budget_ids": [UUID.upper() + "A"]}, "budget_ids.0: is not a UUID", 422),
-        ({"budget_ids": [5]}, "budget_ids.0: must be text", 422),
+        ({"budget_ids": [UUID, "x"]}, "budget_ids[1]: is not a UUID", 422),
+        ({"budget_ids": [UUID.upper() + "A"]}, "budget_ids[0]: is not a UUID", 422),
+        ({"budget_ids": [5]}, "budget_ids[0]: must be text", 422),
         ({"budget_ids": [UUID] * 17}, "budget_ids: must hold at most 16, got 17", 400),
         ({"quota_policy_id": "x"}, "quota_policy_id: is not a UUID", 422),
     ],

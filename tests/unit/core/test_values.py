@@ -146,10 +146,15 @@ def test_creation_accepts_any_non_empty_key() -> None:
 
 
 def test_the_prefix_of_our_own_tags_is_reserved() -> None:
-    tags = {"app.ok": "1", "ff.traceparent": "2"}
-    assert refused(validate_creation_tags, tags, code="invalid_tag_key") == "ff.traceparent"
+    tags = {"app.ok": "1", "ff.other": "2"}
+    assert refused(validate_creation_tags, tags, code="invalid_tag_key") == "ff.other"
     # Looking for them is fine.
     assert validate_tag_filter(tags) is tags
+    traced = {"ff.traceparent": f"00-{'0a' * 16}-{'b7' * 8}-01"}
+    assert validate_creation_tags(traced) is traced
+    assert refused(validate_creation_tags, {"ff.traceparent": "2"}) == (
+        "tags: ff.traceparent must be a W3C traceparent"
+    )
     assert refused(validate_creation_tags, {"": "v"}) == "tags: key: must not be empty"
     assert refused(validate_creation_tags, {"é" * 129: "v"}) == (
         "tags: key: must be at most 256 bytes, got 258"

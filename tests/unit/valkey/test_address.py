@@ -81,7 +81,7 @@ def test_bad_urls_name_the_variable(url: str) -> None:
         ("localhost", "write valkey://localhost "),
         ("[::1]:6379", "write valkey://[::1]:6379 "),
         ("u:hunter2@db", "unknown form; use valkey://"),
-        ("http://db", "unknown form; use valkey://"),
+        ("http://db", "this is the address of a FlowFabric server"),
     ],
 )
 def test_other_forms_lead_to_the_right_one(url: str, advice: str) -> None:

@@ -6,7 +6,19 @@ from typing import NamedTuple
 from flowfabric.bench.arena import Arena, arena
 from flowfabric.bench.command import Scenario
 from flowfabric.bench.report import Figures, Options, Progress, median_run, rounded
-from flowfabric.bench.scenarios import delays, flows, lifecycle, load, stream, tokens
+from flowfabric.bench.scenarios import (
+    admission,
+    delays,
+    flows,
+    http,
+    lanes,
+    lifecycle,
+    load,
+    remote,
+    routing,
+    stream,
+    tokens,
+)
 
 
 class Measurement(NamedTuple):
@@ -24,6 +36,8 @@ MEASUREMENTS: Mapping[Scenario, Measurement] = {
     "floor": Measurement(lifecycle.floor, 20_000, 3, "lifecycle_per_s"),
     "latency": Measurement(delays.latency, 1_000, 3, "start_p50_ms"),
     "memory": Measurement(load.memory, 20_000, 1, "bytes_waiting"),
+    "lanes": Measurement(lanes.run, 10_000, 1, "of_one_lane"),
+    "admission": Measurement(admission.run, 10_000, 3, "of_plain"),
     "idle": Measurement(load.idle, 8_000, 1, "submit_slowdown_pct"),
     "backlog": Measurement(load.backlog, 1_000_000, 1, "ratio_p99"),
     "recovery": Measurement(delays.recovery, 8, 3, "recovery_s"),
@@ -32,6 +46,10 @@ MEASUREMENTS: Mapping[Scenario, Measurement] = {
     "chain": Measurement(flows.chain, 2_000, 3, "flows_per_s"),
     "fanout": Measurement(flows.fanout, 20, 1, "release_p50_ms"),
     "cancel": Measurement(flows.cancel, 50, 1, "cancelled_per_s"),
+    "http": Measurement(http.run, 8_000, 3, "per_s"),
+    "remote": Measurement(remote.run, 10_000, 3, "lifecycle_per_s"),
+    "routed": Measurement(routing.routed, 10_000, 1, "per_s"),
+    "fairness": Measurement(routing.fairness, 500, 1, "fairness_ratio_p99"),
     "tokens": Measurement(tokens.run, 1_000_000, 1, "per_s"),
 }
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import time
+from typing import Any
 
+from flowfabric.app.tasks import TaskFunction
 from flowfabric.bench.arena import Arena, timed
 from flowfabric.bench.report import Figures
 from flowfabric.bench.workers import BenchApp, worker_process
@@ -42,12 +44,12 @@ async def lifecycle(at: Arena) -> Figures:
     n = at.options.n
     async with BenchApp(at.url) as app:
         at.progress.begin("lifecycle: warm-up", _WARM_UP)
-        await _submit(at, app, _WARM_UP)
-        await _process(at, app, _WARM_UP)
+        await submit(at, app, _WARM_UP)
+        await process(at, app, _WARM_UP)
         at.progress.begin("lifecycle", 2 * n)
         server, python = await at.server_cpu_s(), time.process_time()
-        submit_s, _ = await timed(_submit(at, app, n))
-        process_s = await _process(at, app, n)
+        submit_s, _ = await timed(submit(at, app, n))
+        process_s = await process(at, app, n)
         at.progress.step(n)
         server, python = await at.server_cpu_s() - server, time.process_time() - python
     whole_s = submit_s + process_s
@@ -55,14 +57,17 @@ async def lifecycle(at: Arena) -> Figures:
     return {**rates, "python_us": python / n * 1e6}
 
 
-async def _submit(at: Arena, app: BenchApp, n: int) -> None:
+async def submit(
+    at: Arena, app: BenchApp, n: int, task: TaskFunction[..., None, ..., Any] | None = None
+) -> None:
+    """Submit n executions of a task, by default of the no-op."""
     for done in range(0, n, _CHUNK):
         size = min(_CHUNK, n - done)
-        await app.submit_many(app.noop, [()] * size)
+        await app.submit_many(task or app.noop, [()] * size)
         at.progress.step(size)
 
 
-async def _process(at: Arena, app: BenchApp, n: int) -> float:
+async def process(at: Arena, app: BenchApp, n: int) -> float:
     """Seconds from the first handler to the last stored completion."""
     reached = asyncio.Event()
     app.expect(n, reached.set)
@@ -102,7 +107,7 @@ async def _single_calls(at: Arena, callers: int) -> Figures:
     process = worker_process(at.url, goal=_WARM_UP + n, concurrency=callers, batch=1)
     async with BenchApp(at.url) as app, process as worker:
         at.progress.begin(f"lifecycle: callers: {callers}", _WARM_UP + n)
-        await _submit(at, app, _WARM_UP)
+        await submit(at, app, _WARM_UP)
         await at.until_done()
         server = await at.server_cpu_s()
         start = time.perf_counter()

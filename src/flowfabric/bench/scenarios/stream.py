@@ -13,7 +13,7 @@ from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.valkey.connect import open_backend
+from flowfabric.engine.connect import open_backend
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.task import ClaimedTask

@@ -1,7 +1,10 @@
 """`flowfabric doctor`, `secrets` and `rotate-secret`."""
 
 import asyncio
+import hashlib
 import os
+import secrets as secrets_of_python
+import sys
 from collections import Counter, defaultdict
 from contextlib import closing
 from pathlib import Path
@@ -9,6 +12,7 @@ from typing import Annotated
 
 import msgspec
 import typer
+from rich.console import Console
 
 from flowfabric import __version__
 from flowfabric.cli import options
@@ -17,14 +21,23 @@ from flowfabric.cli.options import Deployment, Target, argument, flag, value
 from flowfabric.cli.session import CONNECT_S, describe_location, open_backend
 from flowfabric.cli.views.screen import Cell, Row, Screen, print_json, print_result
 from flowfabric.core.contracts.suspension import HmacKid, HmacKids, RotationSummary
+from flowfabric.core.environment import whole_number
 from flowfabric.core.text import clock, compact_ids, duration, plural
 from flowfabric.engine.api.meta import Finding, Grade
-from flowfabric.engine.api.secrets import SECRET_VARIABLE, check_rotation
-from flowfabric.engine.valkey.connect import ServerLocation, store_secret
+from flowfabric.engine.api.secrets import DEFAULT_GRACE_MS, GRACE_VARIABLE, check_rotation
+from flowfabric.engine.connect import ServerLocation, store_secret
 
 _MARKS = {Grade.OK: ("✓", "green"), Grade.WARNING: ("⚠", "yellow"), Grade.BROKEN: ("✗", "bold red")}
 _PREPARE = flag("--prepare", "First store the partition counts and load the function library.")
 _MAX_LISTED = 8
+_SECRET_BYTES = 32
+_SECRET_FILE = value(
+    "FILE",
+    "Write the new secret to this file, or read it if the file exists. - reads standard input.",
+)
+_ROTATION_GRACE = options.duration(
+    "How long tokens of the previous key stay valid. Default: FF_WAITPOINT_HMAC_GRACE_MS, or 24h."
+)
 
 
 async def doctor(target: Target, *, prepare: Annotated[bool, _PREPARE] = False) -> None:
@@ -117,29 +130,39 @@ def _grouped(found: list[HmacKids]) -> list[_KeyGroup]:
 
 async def rotate_secret(
     target: Deployment,
-    kid: Annotated[str, argument("KID", "A new name for the key, such as k2 or 2026-07.")],
-    *,
-    secret_file: Annotated[
-        Path | None, value("FILE", f"Read the new secret from a file, not {SECRET_VARIABLE}.")
+    kid: Annotated[
+        str | None, argument("[KID]", "A name for the new key. Default: derived from the secret.")
     ] = None,
-    grace: Annotated[
-        float, options.duration("How long tokens of the previous key stay valid.")
-    ] = "24h",  # pyright: ignore[reportArgumentType] - read by the parser
+    *,
+    secret_file: Annotated[str | None, _SECRET_FILE] = None,
+    grace: Annotated[float | None, _ROTATION_GRACE] = None,
     yes: options.Yes = False,
 ) -> None:
     """Sign waitpoint tokens with a new secret.
 
-    The secret is hexadecimal: at least 32 digits, better 64. If some partitions fail, run the same
-    command again; it changes only those. Afterwards, set FF_WAITPOINT_HMAC_SECRET to the new secret
-    wherever it is set. An embedded deployment keeps the secret in its data folder.
+    Generates the secret. An embedded deployment keeps it in its data folder. For your own Valkey,
+    pass --secret-file, and then change FF_WAITPOINT_HMAC_SECRET to the content of the file wherever
+    it is set. If the file exists, its secret is used: at least 32 hexadecimal digits; 64 are
+    recommended.
+
+    If some partitions fail, run the same command again. That is always safe.
     """
-    grace_ms = round(grace * 1000)
-    secret = check_rotation(kid, _read_secret(secret_file), grace_ms)
+    location = ServerLocation(target.url)
+    grace_ms = _grace_ms() if grace is None else round(grace * 1000)
+    secret, new_file = _new_secret(secret_file, embedded=location.embedded)
+    # The same secret always gets the same name, so that a repeat changes only what is left.
+    kid = kid or f"k-{hashlib.sha256(secret.lower().encode()).hexdigest()[:8]}"
+    secret = check_rotation(kid, secret, grace_ms)
     lifetime = duration(grace_ms)
     options.confirm(f"Tokens of the previous key stop working after {lifetime}. Rotate?", yes=yes)
     async with open_backend(target) as backend:
-        summary = await backend.secrets.rotate_waitpoint_hmac_secret_all(kid, secret, grace_ms)
-        if not summary.failed and ServerLocation(target.url).embedded:
+        if new_file is not None:
+            # Before the rotation: a secret that is lost cannot repair a partition that lost it.
+            _write_secret(new_file, secret)
+        count = backend.counts.flow
+        with Console(stderr=True).status(f"Rotating the secret of {plural(count, 'partition')} …"):
+            summary = await backend.secrets.rotate_waitpoint_hmac_secret_all(kid, secret, grace_ms)
+        if not summary.failed and location.embedded:
             store_secret(secret)
     fields = {"new_kid": kid, "rotated": summary.rotated, "failed": summary.failed}
     effect = f" signs new tokens on {plural(summary.rotated, 'partition')}."
@@ -148,15 +171,37 @@ async def rotate_secret(
         raise _incomplete(summary)
 
 
-def _read_secret(path: Path | None) -> str:
-    if path is None:
-        secret, problem = os.environ.get(SECRET_VARIABLE, ""), "no new secret was given"
+def _grace_ms() -> int:
+    return whole_number(os.environ, GRACE_VARIABLE, DEFAULT_GRACE_MS, 0)
+
+
+def _new_secret(file: str | None, *, embedded: bool) -> tuple[str, Path | None]:
+    """The secret, and the file to write it to if it is new."""
+    if file is None:
+        if not embedded:
+            problem = "your own Valkey needs a file to keep the new secret in"
+            hint = "pass --secret-file FILE; it is created if it does not exist"
+            raise UsageError("missing_secret", problem, hint)
+        return secrets_of_python.token_hex(_SECRET_BYTES), None
+    if file == "-":
+        given, name = sys.stdin.read(), "standard input"
     else:
-        secret, problem = path.read_text(errors="replace"), f"{path} is empty"
-    if not secret.strip():
-        hint = f"set {SECRET_VARIABLE} or pass --secret-file; `openssl rand -hex 32` generates one"
-        raise UsageError("missing_secret", problem, hint)
-    return secret.strip()
+        path = Path(file).expanduser()
+        if not path.exists():
+            return secrets_of_python.token_hex(_SECRET_BYTES), path
+        given, name = path.read_text(errors="replace"), str(path)
+    if not given.strip():
+        hint = "`openssl rand -hex 32` generates one"
+        raise UsageError("missing_secret", f"{name} is empty", hint)
+    return given.strip(), None
+
+
+def _write_secret(path: Path, secret: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(f"{secret}\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _incomplete(summary: RotationSummary) -> CliError:
@@ -166,6 +211,6 @@ def _incomplete(summary: RotationSummary) -> CliError:
     return CliError(
         "rotation_incomplete",
         f"{plural(len(failed), 'partition')} not rotated ({listed}): {reason}",
-        "run the same command again; if the key name is taken, choose another",
+        "run the same command again, which is safe; if its name is taken, choose another KID",
         *failed,
     )

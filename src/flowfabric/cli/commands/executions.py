@@ -13,7 +13,7 @@ from flowfabric.cli.bulk import Change, change_many
 from flowfabric.cli.errors import CliError, report
 from flowfabric.cli.options import Target, flag, value
 from flowfabric.cli.selection import Selection
-from flowfabric.cli.views.detail import print_detail
+from flowfabric.cli.views.detail import print_detail, print_explanation
 from flowfabric.cli.views.listing import change_printer, live_table, print_listing
 from flowfabric.cli.views.screen import Cell, Screen, print_json, print_result, state_cell
 from flowfabric.core.contracts.leases import Revoked
@@ -22,6 +22,7 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.overview import ExecutionListing, list_newest, read_detail
+from flowfabric.sdk import diagnosis
 
 _REFRESH_S = 1.0
 _HINTS = {
@@ -95,6 +96,17 @@ async def show(
     async with session.open_execution(target, id_) as (backend, execution_id):
         detail = await read_detail(backend, execution_id)
     print_detail(detail, full=full, as_json=target.as_json)
+
+
+async def explain(target: Target, id_: options.Id) -> None:
+    """Explain why an execution is not running.
+
+    Names what it waits for: a worker with the right capabilities or namespace, a paused lane, a
+    budget or quota and when it allows more, other executions of its flow, an answer, or a time.
+    """
+    async with session.open_execution(target, id_) as (backend, execution_id):
+        found = diagnosis.explain(await read_detail(backend, execution_id))
+    print_explanation(found, as_json=target.as_json)
 
 
 async def cancel(

@@ -1,23 +1,23 @@
-"""`flowfabric workers` and `lanes`."""
+"""`flowfabric workers` and `drain-worker`, `lanes`, and the commands of `lane`."""
 
-import asyncio
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Annotated, Any
 
-import msgspec
+import typer
 
 from flowfabric.cli import options
-from flowfabric.cli.options import Deployment, Target
+from flowfabric.cli.errors import CliError
+from flowfabric.cli.options import Deployment, Target, argument, duration, flag, value
 from flowfabric.cli.session import NoDataYet, open_backend
-from flowfabric.cli.views.screen import Row, Screen, print_json
-from flowfabric.core.errors import NotFoundError
-from flowfabric.core.text import age
-from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.api.places import LaneSettings
-from flowfabric.engine.api.workers import WorkerEntry
+from flowfabric.cli.views.lanes import STATE_STYLES, lane_row
+from flowfabric.cli.views.screen import Row, Screen, print_json, print_result
+from flowfabric.core.text import age, plural
+from flowfabric.engine.api.places import PLACEMENTS, LaneDetail, PartitionLoad
+from flowfabric.engine.api.workers import Draining, WorkerEntry
+from flowfabric.engine.lane_overview import LaneOverview, read_lanes
 
-_STATE_STYLES = {"active": "green", "paused": "yellow", "draining": "yellow", "disabled": "red"}
+_LANES_SHOWN = 3
 
 
 async def workers(target: Target, *, lane: options.Lane = None) -> None:
@@ -35,9 +35,11 @@ async def workers(target: Target, *, lane: options.Lane = None) -> None:
 
 
 def _worker_row(worker: WorkerEntry, now_ms: int) -> Row:
+    state = ("draining", "yellow") if worker.draining else ("active", "green")
     return {
         "WORKER": (worker.worker_instance_id, "bold"),
         "NAMESPACE": worker.namespace,
+        "STATE": state,
         "UP": age(now_ms - worker.registered_at_ms),
         "SEEN": f"{age(now_ms - worker.last_heartbeat_ms)} ago",
         "CAPABILITIES": ", ".join(worker.capabilities) or "-",
@@ -46,71 +48,181 @@ def _worker_row(worker: WorkerEntry, now_ms: int) -> Row:
     }
 
 
-class _LaneEntry(msgspec.Struct, frozen=True, kw_only=True):
-    lane: str
-    state: str
-    reason: str
-    waiting: int
-    delayed: int
-    active: int
-    suspended: int
-    blocked: int
-    """Those that wait for dependencies, budgets, quotas, capabilities, an operator or the lane."""
-    finished: int
-    workers: int
+_Partitions = Annotated[
+    bool, flag("--partitions", "List the 20 busiest partitions instead, with their lanes.")
+]
 
 
-async def lanes(target: Deployment) -> None:
+async def lanes(target: Deployment, *, partitions: _Partitions = False) -> None:
     """List lanes with their work and their workers.
 
     With --json, prints one JSON object per line.
     """
-    found: list[_LaneEntry] = []
+    if partitions:
+        await _partitions(target)
+        return
+    found: list[LaneOverview] = []
     with suppress(NoDataYet):
         async with open_backend(target) as backend:
-            names = await backend.places.lanes_in_use()
-            settings, counts, live = await asyncio.gather(
-                asyncio.gather(*(_settings(backend, name) for name in names)),
-                backend.listings.count_lanes(names),
-                backend.workers.list_workers(None, limit=None),
-            )
-        serving = Counter(lane for worker in live for lane in worker.lanes)
-        found = [_lane(each, counts[each.lane_id], serving[each.lane_id]) for each in settings]
-    _print(target, found, [_lane_row(entry) for entry in found], "No lanes yet.")
+            found = await read_lanes(backend)
+    _print(target, found, [lane_row(entry) for entry in found], "No lanes yet.")
 
 
-async def _settings(backend: Backend, lane: str) -> LaneSettings:
-    """The lane's settings; those of a new lane if it was forgotten meanwhile."""
-    try:
-        return await backend.lanes.get_lane(lane)
-    except NotFoundError:
-        return LaneSettings(lane_id=lane)
+async def _partitions(target: Deployment) -> None:
+    found: list[PartitionLoad] = []
+    with suppress(NoDataYet):
+        async with open_backend(target) as backend:
+            found = await backend.lanes.busiest_partitions()
+    rows = [_partition_row(load) for load in found]
+    _print(target, found, rows, "No partition holds waiting or running work.")
 
 
-def _lane(settings: LaneSettings, counts: Mapping[str, int], workers: int) -> _LaneEntry:
-    return _LaneEntry(
-        lane=settings.lane_id,
-        state=settings.state,
-        reason=settings.reason,
-        # An execution that lost its worker waits for another one.
-        waiting=counts["eligible"] + counts["reclaimable"],
-        delayed=counts["delayed"],
-        active=counts["active"],
-        suspended=counts["suspended"],
-        blocked=sum(count for name, count in counts.items() if name.startswith("blocked_")),
-        finished=counts["terminal"],
-        workers=workers,
-    )
+def _partition_row(load: PartitionLoad) -> Row:
+    listed = [f"{lane.lane_id} ({lane.waiting + lane.active:,})" for lane in load.lanes]
+    if len(listed) > _LANES_SHOWN:
+        listed[_LANES_SHOWN:] = [f"{len(listed) - _LANES_SHOWN:,} more"]
+    return {
+        "PARTITION": (str(load.partition), "bold"),
+        "WAITING": f"{load.waiting:,}",
+        "ACTIVE": f"{load.active:,}",
+        "LANES": ", ".join(listed),
+    }
 
 
-def _lane_row(entry: _LaneEntry) -> Row:
-    names = ("waiting", "delayed", "active", "suspended", "blocked", "finished", "workers")
-    numbers: Row = {name.upper(): f"{getattr(entry, name):,}" for name in names}
-    if entry.waiting and not entry.workers:
-        numbers["WORKERS"] = ("0", "bold red")
-    state = f"{entry.state}: {entry.reason}" if entry.reason else entry.state
-    head: Row = {"LANE": (entry.lane, "bold"), "STATE": (state, _STATE_STYLES.get(entry.state, ""))}
-    return head | numbers
+_Lane = Annotated[str, argument("LANE", "The lane.", parser=options.parse_lane)]
+_Reason = Annotated[str, value("TEXT", "The reason, shown with the lane.")]
+
+
+async def _show(target: Deployment, lane: _Lane) -> None:
+    """Show the settings of a lane and how many executions it holds."""
+    async with open_backend(target) as backend:
+        found = await backend.lanes.get_lane(lane)
+    if target.as_json:
+        print_json(found)
+    else:
+        _print_lane(found)
+
+
+def _print_lane(found: LaneDetail) -> None:
+    screen = Screen()
+    screen.line((found.lane_id, "bold"), "  ", (found.state, STATE_STYLES[found.state]))
+    spread = f"spread over {plural(found.shards, 'partition')}"
+    rows: dict[str, str] = {
+        "reason": found.reason,
+        "placement": spread if found.placement == "spread" else "pinned to one partition",
+        "priority weight": f"{found.priority_weight_ms:,} ms per point",
+        "reclaim grace": f"{found.reclaim_grace_ms:,} ms",
+        "renewal events": "yes" if found.emit_renewals else "no",
+    }
+    rows |= {name: f"{count:,}" for name, count in found.counts.items() if count}
+    for name, text in rows.items():
+        if text:
+            screen.line((f"  {name:<18}", "bright_black"), text)
+
+
+async def _set_state(target: Deployment, lane: str, state: str, reason: str = "") -> None:
+    async with open_backend(target) as backend:
+        is_new = lane not in await backend.places.lanes_in_use()
+        before = await backend.lanes.set_lane_state(lane, state, reason)
+    change = {"lane": lane, "state": state, "previous": before}
+    told = f"Lane {lane} is {state}; it was {before}."
+    if is_new:
+        told += " Nothing has been submitted to it yet; check the name."
+    print_result(change, told, as_json=target.as_json)
+
+
+async def _pause(target: Deployment, lane: _Lane, *, reason: _Reason = "") -> None:
+    """Pause a lane: accept submissions, but start none of its work."""
+    await _set_state(target, lane, "paused", reason)
+
+
+async def _resume(target: Deployment, lane: _Lane) -> None:
+    """Resume a lane: run its work and accept submissions."""
+    await _set_state(target, lane, "active")
+
+
+async def _drain(target: Deployment, lane: _Lane, *, reason: _Reason = "") -> None:
+    """Drain a lane: refuse submissions and finish its work."""
+    await _set_state(target, lane, "draining", reason)
+
+
+async def _disable(target: Deployment, lane: _Lane, *, reason: _Reason = "") -> None:
+    """Disable a lane: refuse submissions and start none of its work."""
+    await _set_state(target, lane, "disabled", reason)
+
+
+_PLACEMENT = "pinned: one partition, in order. spread: many partitions, for a busy lane."
+
+
+async def _set(
+    target: Deployment,
+    lane: _Lane,
+    *,
+    placement: Annotated[
+        str | None, value("NAME", _PLACEMENT, autocompletion=lambda: list(PLACEMENTS))
+    ] = None,
+    shards: Annotated[
+        int | None, value("N", "How many partitions to spread the lane over.", min=1)
+    ] = None,
+    weight: Annotated[
+        float | None, duration("How much waiting time one point of priority is worth.")
+    ] = None,
+    grace: Annotated[
+        float | None,
+        duration("How long to wait before another worker takes over after a lost lease."),
+    ] = None,
+    renewals: Annotated[
+        bool | None,
+        typer.Option("--renewals/--no-renewals", help="Emit an event for every lease renewal."),
+    ] = None,
+) -> None:
+    """Change settings of a lane. Settings that you do not pass stay unchanged."""
+    given: dict[str, Any] = {
+        "placement": placement,
+        "shards": shards,
+        "priority_weight_ms": None if weight is None else round(weight * 1000),
+        "reclaim_grace_ms": None if grace is None else round(grace * 1000),
+        "emit_renewals": renewals,
+    }
+    async with open_backend(target) as backend:
+        await backend.lanes.set_lane_config(lane, **given)
+    changed = {name: setting for name, setting in given.items() if setting is not None}
+    told = f"Changed the settings of lane {lane}."
+    print_result({"lane": lane, **changed}, told, as_json=target.as_json)
+
+
+lane = {
+    "show": _show,
+    "pause": _pause,
+    "resume": _resume,
+    "drain": _drain,
+    "disable": _disable,
+    "set": _set,
+}
+"""The commands of `flowfabric lane`."""
+
+
+async def drain_worker(
+    target: Target,
+    instance: Annotated[str, argument("WORKER", "The worker, as `flowfabric workers` lists it.")],
+    *,
+    timeout: Annotated[
+        float, duration("How long the worker may take to finish before its leases are revoked.")
+    ] = "30s",  # pyright: ignore[reportArgumentType] - parsed like given ones
+) -> None:
+    """Stop giving work to a worker.
+
+    The worker finishes the tasks that it runs. Use this before you stop its machine.
+    """
+    namespace = target.namespace or "default"
+    async with open_backend(target) as backend:
+        outcome = await backend.workers.drain_worker(instance, namespace, round(timeout * 1000))
+    if not isinstance(outcome, Draining):
+        advice = "`flowfabric workers` lists live workers"
+        raise CliError("not_found", f"namespace {namespace} has no live worker {instance}", advice)
+    told = f"Worker {instance} gets no more work. It still runs {plural(outcome.leases, 'task')}."
+    result = {"worker": instance, "leases": outcome.leases}
+    print_result(result, told, as_json=target.as_json)
 
 
 def _print(target: Target, found: Sequence[object], rows: Sequence[Row], nothing: str) -> None:

@@ -20,7 +20,7 @@ from flowfabric.cli.session import open_execution
 from flowfabric.cli.views.screen import print_json, print_result
 from flowfabric.cli.views.text import json_line
 from flowfabric.core.errors import PayloadMismatch
-from flowfabric.engine.valkey.connect import ServerLocation
+from flowfabric.engine.connect import ServerLocation
 from flowfabric.sdk.client import Client, Outcome
 
 _is_application = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*").fullmatch

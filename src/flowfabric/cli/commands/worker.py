@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,14 +22,15 @@ from flowfabric.cli.errors import report
 from flowfabric.cli.loader import load_app
 from flowfabric.cli.logs import Level, flush_logs, set_up_logs
 from flowfabric.cli.options import Target, argument, flag, value
-from flowfabric.cli.processes import Member, Supervisor
+from flowfabric.cli.processes import Facts, Member, Supervisor
 from flowfabric.cli.session import describe_location
 from flowfabric.cli.views.screen import Screen
 from flowfabric.core.capabilities import normalise
 from flowfabric.core.errors import FlowFabricError
-from flowfabric.core.ids import validate_lane
+from flowfabric.core.ids import validate_lane, validate_namespace
 from flowfabric.core.text import duration
-from flowfabric.engine.valkey.connect import ServerLocation
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.connect import ServerLocation
 from flowfabric.sdk.logs import log_always
 from flowfabric.sdk.runtime import RunSummary
 
@@ -48,20 +50,27 @@ def _parse_application(text: str) -> str:
     return text
 
 
-_APPLICATION = argument(
+APPLICATION = argument(
     "MODULE:APP",
     "The application to run, such as `app:app` or `shop.tasks:fabric`.",
     parser=_parse_application,
 )
-_LANES = value(
+LANES = value(
     "A,B",
     "Serve these lanes instead of the lanes of the application's tasks.",
     parser=partial(options.checked_names, validate_lane),
 )
-_CAPABILITIES = value(
+CAPABILITIES = value(
     "GPU,…",
     "The capabilities that this worker offers.",
     parser=partial(options.checked_names, lambda name: normalise([name], "worker")),
+)
+_NAMESPACES = value(
+    "A,B",
+    "Serve these namespaces instead of the application's own; * serves all. A single name also "
+    "replaces the application's namespace.",
+    "--namespace",
+    parser=partial(options.checked_names, validate_namespace),
 )
 _LEASE_TTL = options.duration("How long a lease lasts if it is not renewed.", "1s", "7d")
 _BLOCK_LIMIT = options.duration(
@@ -73,35 +82,41 @@ _SCANNERS = flag(
     "--scanners/--no-scanners", "Run background jobs: retries, expired leases, deadlines."
 )
 _GRACE = options.duration("How long to wait for running tasks before releasing them.")
-_PROCESSES = value("N", "Run N worker processes, each with its own concurrency.", min=1, max=1000)
+PROCESSES = value("N", "Run N worker processes, each with its own concurrency.", min=1, max=1000)
 _ON_UNKNOWN = value(
     "release|fail",
     "What to do with unknown tasks: release them to workers that know them, or fail them.",
 )
+_METRICS_PORT = value(
+    "PORT",
+    "Serve Prometheus metrics on this port. With --processes, the others use the ports after it.",
+    min=1,
+    max=65535,
+)
+_METRICS_HOST = value("ADDRESS", "The address that --metrics-port listens on.")
 
 
 def worker(
     context: typer.Context,
-    application: Annotated[str, _APPLICATION],
+    application: Annotated[str, APPLICATION],
     *,
     concurrency: Annotated[int, value("N", "How many tasks run at once.", min=1, max=100_000)] = 64,
-    lanes: Annotated[Sequence[str] | None, _LANES] = None,
-    capabilities: Annotated[Sequence[str] | None, _CAPABILITIES] = None,
+    lanes: Annotated[Sequence[str] | None, LANES] = None,
+    capabilities: Annotated[Sequence[str] | None, CAPABILITIES] = None,
     # The parser reads defaults too.
     lease_ttl: Annotated[float, _LEASE_TTL] = "30s",  # pyright: ignore[reportArgumentType]
     block_limit: Annotated[float | None, _BLOCK_LIMIT] = None,
     scanners: Annotated[bool, _SCANNERS] = True,
     grace: Annotated[float, _GRACE] = "30s",  # pyright: ignore[reportArgumentType]
     on_unknown: Annotated[Literal["release", "fail"], _ON_UNKNOWN] = "release",
-    processes: Annotated[int, _PROCESSES] = 1,
+    processes: Annotated[int, PROCESSES] = 1,
+    metrics_port: Annotated[int | None, _METRICS_PORT] = None,
+    metrics_host: Annotated[str, _METRICS_HOST] = "127.0.0.1",
     log_level: Annotated[
         Level | None, value("LEVEL", "The lowest level to log: debug, info, warning or error.")
     ] = None,
     json_logs: Annotated[bool, flag("--json-logs", "Log one JSON object per line.")] = False,
-    namespace: Annotated[
-        str | None,
-        value("NAME", "Override the application's namespace.", parser=options.parse_namespace),
-    ] = None,
+    namespace: Annotated[Sequence[str] | None, _NAMESPACES] = None,
     url: options.Url = None,
 ) -> None:
     """Run the tasks of an application until SIGTERM or Ctrl-C.
@@ -116,33 +131,52 @@ def worker(
     reconfigure: Any = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(line_buffering=True)
-    target = Target.of(context, url, namespace, as_json=json_logs)
+    target = Target.of(context, url, None, as_json=json_logs)
     member = Member.current()
-    as_json = set_up_logs(log_level, as_json=json_logs, process=member and member.number)
+    label = member.number if member is not None and member.count > 1 else None
+    as_json = set_up_logs(log_level, as_json=json_logs, process=label)
     if processes > 1 and member is None:
         raise typer.Exit(_supervise(processes, as_json=as_json))
+    serve_metrics = None
+    if metrics_port is not None:
+        port = metrics_port + (member.number - 1 if member else 0)
+        serve_metrics = _keep_metrics(port, metrics_host)
     app = load_app(application)
     if target.url is not None:
         app.location = ServerLocation(target.url)
-    if target.namespace is not None:
-        app.namespace = target.namespace
+    served = namespace or ([] if target.namespace is None else [target.namespace])
+    if len(served) == 1 and served != ["*"]:
+        (app.namespace,) = served
     runner = app.worker(
         concurrency=concurrency,
         lanes=lanes,
         capabilities=capabilities or (),
+        namespaces=served,
         lease_ttl=lease_ttl,
         block_limit=block_limit,
         scanners=scanners,
         on_unknown_kind=on_unknown,
     )
-    _serve(app, runner, grace, member, as_json=as_json)
+    _serve(app, runner, grace, member, serve_metrics, as_json=as_json)
+
+
+def _keep_metrics(port: int, host: str) -> Callable[[Backend], Any]:
+    """Enable metrics before anything connects; returns what serves them."""
+    from flowfabric import observability  # noqa: PLC0415 - only where metrics are wanted
+
+    observability.enable()
+    return partial(observability.serve, port=port, host=host)
 
 
 def _supervise(count: int, *, as_json: bool) -> int:
     """Run worker processes until a signal stops them; their worst exit status."""
     started = time.monotonic()
 
-    def ready() -> None:
+    def first_ready(facts: Facts) -> None:
+        if not as_json:
+            _print_banner(facts)
+
+    def all_ready() -> None:
         if as_json:
             extra = {"action": "workers_ready", "processes": count}
             log.info("%d worker processes ready", count, extra=extra)
@@ -150,7 +184,10 @@ def _supervise(count: int, *, as_json: bool) -> int:
             _print_ready(f"All {count} processes are ready. Ctrl-C or SIGTERM stops them")
 
     async def run() -> int:
-        return await Supervisor(count, ready).run()
+        workers = Supervisor(sys.argv[1:], count, first_ready=first_ready, all_ready=all_ready)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, workers.on_signal, number)
+        return await workers.run()
 
     code = asyncio.run(run())
     ran_ms = round((time.monotonic() - started) * 1000)
@@ -166,13 +203,19 @@ def _supervise(count: int, *, as_json: bool) -> int:
 
 
 def _serve(
-    app: Fabric, worker: AppWorker, grace_s: float, member: Member | None, *, as_json: bool
+    app: Fabric,
+    worker: AppWorker,
+    grace_s: float,
+    member: Member | None,
+    serve_metrics: Callable[[Backend], Any] | None,
+    *,
+    as_json: bool,
 ) -> None:
     """Run the worker until a signal stops it, and print a summary."""
     started = time.monotonic()
     runner = asyncio.Runner(loop_factory=_loop_factory())
     try:
-        summary = runner.run(_run(app, worker, grace_s, member, as_json=as_json))
+        summary = runner.run(_run(app, worker, grace_s, member, serve_metrics, as_json=as_json))
     except BaseException as error:
         flush_logs()
         with ends_within(_CLOSING_S, 1, partial(_report, error)):
@@ -199,12 +242,20 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _run(
-    app: Fabric, worker: AppWorker, grace_s: float, member: Member | None, *, as_json: bool
+    app: Fabric,
+    worker: AppWorker,
+    grace_s: float,
+    member: Member | None,
+    serve_metrics: Callable[[Backend], Any] | None,
+    *,
+    as_json: bool,
 ) -> RunSummary:
-    with contextlib.ExitStack() as signals:
+    with contextlib.ExitStack() as running:
 
         def ready() -> None:
-            ask_to_stop = signals.enter_context(
+            if serve_metrics is not None and worker.backend is not None:
+                running.callback(serve_metrics(worker.backend).close)
+            ask_to_stop = running.enter_context(
                 on_signals(
                     worker.stop,
                     announce=partial(worker.announce_stop, grace_s),
@@ -212,11 +263,18 @@ async def _run(
                     release=worker.release_leases,
                 )
             )
+            facts = _facts(app, worker, member)
+            if as_json:
+                log.info("worker ready", extra={"action": "worker_ready", **facts})
+            elif member is None:
+                del facts["processes"]
+                _print_banner(facts)
+                _print_ready("Ready. Ctrl-C or SIGTERM stops it")
             if as_json or member is None or member.number == 1:
-                _print_banner(app, worker, member, as_json=as_json)
                 _warn_of_unserved_lanes(app, worker)
             if member is not None:
-                member.serve(ask_to_stop)
+                del facts["worker"]
+                member.serve(facts, ask_to_stop)
 
         try:
             return await worker.run(grace_s=grace_s, signals=False, ready=ready)
@@ -224,27 +282,24 @@ async def _run(
             await app.aclose()
 
 
-def _print_banner(app: Fabric, worker: AppWorker, member: Member | None, *, as_json: bool) -> None:
+def _facts(app: Fabric, worker: AppWorker, member: Member | None) -> Facts:
     config = worker.config
-    facts: dict[str, str | int | list[str]] = {
+    return {
         "processes": 1 if member is None else member.count,
         "address": describe_location(app.location),
-        "namespace": app.namespace,
+        "namespace": ", ".join(config.namespaces) or app.namespace,
         "lanes": list(config.lanes),
         "tasks": sorted(app.tasks),
         "concurrency": config.permits,
         "capabilities": list(config.capabilities),
         "worker": config.worker_instance_id,
     }
-    if as_json:
-        log.info("worker ready", extra={"action": "worker_ready", **facts})
-        return
-    del facts["worker" if member is not None else "processes"]
+
+
+def _print_banner(facts: Facts) -> None:
     screen = Screen()
     screen.line((f"FlowFabric {__version__} worker", "bold"))
-    screen.facts([(name, _listed(value)) for name, value in facts.items() if value])
-    if member is None:
-        _print_ready("Ready. Ctrl-C or SIGTERM stops it")
+    screen.facts([(name, listed(value)) for name, value in facts.items() if value])
     sys.stdout.flush()
 
 
@@ -253,7 +308,8 @@ def _print_ready(text: str) -> None:
     sys.stdout.flush()
 
 
-def _listed(value: str | int | list[str]) -> str:
+def listed(value: str | int | list[str]) -> str:
+    """A fact for people; a long list is cut."""
     if not isinstance(value, list):
         return str(value)
     more = len(value) - _MAX_LISTED

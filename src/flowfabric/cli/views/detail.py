@@ -14,7 +14,7 @@ from flowfabric.core.text import age, clock, duration
 from flowfabric.engine.api.events import Event
 from flowfabric.engine.flow_overview import Membership
 from flowfabric.engine.overview import ExecutionDetail
-from flowfabric.sdk.diagnosis import why_not_running
+from flowfabric.sdk.diagnosis import Diagnosis, why_not_running
 
 _ATTEMPT_STYLES = {
     "started": "bold cyan",
@@ -31,6 +31,18 @@ _EVENT_FIELDS = {
     "requested_by": "by",
 }
 _PREVIEW = 400
+
+
+def print_explanation(found: Diagnosis, *, as_json: bool) -> None:
+    """Print the answer, and the commands that would help."""
+    if as_json:
+        print_json(found)
+        return
+    screen = Screen()
+    screen.line(state_cell(found.public_state), (f" {found.execution_id.compact}", ""))
+    screen.line((found.text, ""))
+    for step in found.next_steps:
+        screen.line(("  ", ""), (step, "bold"))
 
 
 class Blob(msgspec.Struct, frozen=True):

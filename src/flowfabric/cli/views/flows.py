@@ -97,8 +97,12 @@ def print_flow(detail: FlowDetail, *, full: bool, as_json: bool) -> None:
     screen, flow = Screen(), detail.flow
     screen.line((flow.flow_kind, "bold"), "  ", flow_state(flow), "  ", _progress(flow))
     screen.line((flow.flow_id, "bright_black"))
+    hint = ""
     if flow.held:
         hint = f"it is held; `flowfabric flow release {flow.flow_id}` lets it run"
+    elif flow.awaits_parent and flow.parent_execution_id is not None:
+        hint = f"it starts when node {flow.parent_execution_id.compact} no longer waits for others"
+    if hint and flow.cancelled_at is None:
         screen.line()
         screen.line(("Why it is not running: ", "yellow"), hint)
     screen.line()
@@ -157,7 +161,9 @@ def _tree_row(tree: Tree, line: Line, length: int | None) -> Row:
         "TASK": first.execution_kind,
         "STATE": _state(line.members),
         "ID": id_cell(first.execution_id, length) if alone else "-",
-        "WAITS FOR": "; ".join(filter(None, (_sources(tree, line), _verdict(line), _owned(line)))),
+        "WAITS FOR": "; ".join(
+            filter(None, (_sources(tree, line), _verdict(line), _owned(line, length)))
+        ),
     }
 
 
@@ -199,10 +205,10 @@ def _labelled(name: str, passed: set[str]) -> str:
     return f"{only}={name}" if only else name
 
 
-def _owned(line: Line) -> str:
-    """The flow that a member runs."""
+def _owned(line: Line, length: int | None) -> str:
+    """The flow that a member runs; `length`: how much of its id to print."""
     subflow_id = line.members[0].subflow_id if len(line.members) == 1 else None
-    return f"runs flow {subflow_id}" if subflow_id else ""
+    return f"runs flow {subflow_id[:length]}" if subflow_id else ""
 
 
 def _verdict(line: Line) -> str:

@@ -52,7 +52,9 @@ def id_cell(execution_id: ExecutionId, length: int | None) -> Cell:
 
 
 _OPTION_NAMES = {"execution_kind": "task", "lane_id": "lane", "public_state": "state"}
-_USER_DATA = frozenset({"tags", "details", "document", "result"})
+_USER_DATA = frozenset(
+    {"tags", "details", "document", "result", "usage", "reserved", "hard_limits", "soft_limits"}
+)
 _is_time = re.compile(
     r"(.+_)?(at|until|since)(_ms)?|ts|now_ms|last_heartbeat_ms|first_applied_ms|last_updated_ms"
 ).fullmatch

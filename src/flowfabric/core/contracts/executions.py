@@ -26,6 +26,8 @@ class NewExecution(msgspec.Struct, frozen=True, kw_only=True):
     idempotency_key: str = ""
     idempotency_digest: bytes = b""
     """What the key was used for, at most 32 bytes: a repeat with another one is a conflict."""
+    shards: int = 0
+    """Over how many partitions of its lane the id was chosen, for the key; 0: by the caller."""
     tags: Mapping[str, str] = {}
     policy: ExecutionPolicy | None = None
     delay_until: int | None = None
@@ -167,6 +169,8 @@ class ExecutionInfo(_Read, frozen=True, kw_only=True, omit_defaults=True):
     payload_encoding: str = ""
     result_encoding: str = ""
     delay_until: int | None = None
+    retry_at: int | None = None
+    """When the limit that holds it back is expected to open."""
     execution_deadline_at: int | None = None
     required_capabilities: tuple[str, ...] = ()
 
@@ -199,6 +203,8 @@ class ExecutionSnapshot(_Read, frozen=True, kw_only=True):
     flow_id: str | None = None
     blocking_reason: str | None = None
     blocking_detail: str | None = None
+    retry_at: int | None = None
+    """When the limit that holds it back is expected to open."""
     current_attempt: CurrentAttempt | None = None
     current_lease: LeaseSummary | None = None
     current_waitpoint: str | None = None
@@ -279,11 +285,17 @@ class WhyWaiting(msgspec.Struct, frozen=True, kw_only=True):
     blocking_detail: str
     since: int
     lane_state: str
+    lane_reason: str = ""
+    """Why an operator put the lane into that state, if they said it."""
     retry_at: int | None = None
     missing_capabilities: tuple[str, ...] = ()
     """What the best live worker lacks; everything required if no worker is live."""
+    closest_workers: tuple[str, ...] = ()
+    """The instance ids of live workers that lack only that."""
     live_workers: int | None = None
     """Live workers of its lane and namespace; None if it does not wait for a worker."""
+    in_lane: int = 0
+    """Live workers of its lane, of any namespace."""
     able_workers: tuple[str, ...] = ()
     """The instance ids of live workers that could run it."""
     unknown_task: str | None = None

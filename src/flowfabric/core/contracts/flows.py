@@ -367,6 +367,9 @@ class FlowSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     members: Mapping[str, int]
     """The number of members in each public state."""
     held: bool = False
+    """Whether its members wait for `release_flow`."""
+    awaits_parent: bool = False
+    """Whether it starts when the dependencies of the member that owns it are met."""
     finished_at: int | None = None
     cancelled_at: int | None = None
     cancel_reason: str | None = None

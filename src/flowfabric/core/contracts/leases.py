@@ -10,6 +10,7 @@ from flowfabric.core.contracts import NamedOutcome
 from flowfabric.core.contracts.flows import NO_INPUTS, FlowInputs
 from flowfabric.core.errors import CorruptionError, ValidationError
 from flowfabric.core.ids import ExecutionId, validate_lane, validate_uuid
+from flowfabric.core.state import PublicState
 
 HandleKind = Literal["fresh", "resumed", "suspended", "reclaimed"]
 
@@ -182,6 +183,9 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     flow_id: str | None = None
     inputs: FlowInputs = NO_INPUTS
     """The results of upstreams in the flow, by input name."""
+    quota_policy_id: str | None = None
+    unconfirmed: bool = False
+    """Whether its slot is still to be confirmed: renewals repeat it."""
 
     @property
     def execution_id(self) -> ExecutionId:
@@ -194,6 +198,16 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         return self.handle.attempt_index
 
 
+class Candidate(msgspec.Struct, frozen=True):
+    """A waiting execution that names budgets or a quota policy, so it needs admission."""
+
+    execution_id: ExecutionId
+    budget_ids: tuple[str, ...] = ()
+    quota_policy_id: str | None = None
+    score: int = 0
+    """Its place in the lane: the lowest is next."""
+
+
 class ClaimedMany(msgspec.Struct, frozen=True):
     """The claims of one call, and how many more this worker could have taken."""
 
@@ -201,6 +215,10 @@ class ClaimedMany(msgspec.Struct, frozen=True):
     remaining: int
     unknown_tasks: Sequence[str] = ()
     """The tasks that this worker does not know and left to others."""
+    needing: Sequence[Candidate] = ()
+    """Executions that were not claimed because they need admission first, best first."""
+    draining: bool = False
+    """An operator drains this worker: it gets nothing more."""
 
     @property
     def worth_repeating(self) -> bool:
@@ -276,5 +294,26 @@ class GrantNotFound(NamedOutcome[Literal["grant_not_found"]], frozen=True):
     execution_id: ExecutionId
 
 
+class Blocked(NamedOutcome[Literal["blocked"]], frozen=True):
+    """The execution is held back for this reason."""
+
+    execution_id: ExecutionId
+    reason: str
+
+
+class Rejected(NamedOutcome[Literal["rejected"]], frozen=True):
+    """The engine refused to hold the execution back, for example because it is running."""
+
+    code: str
+
+
+class Unblocked(NamedOutcome[Literal["unblocked"]], frozen=True):
+    """The execution waits for a worker again, or was cancelled with its flow."""
+
+    execution_id: ExecutionId
+    public_state: PublicState
+
+
+BlockOutcome = Blocked | Rejected
 ReclaimGrantOutcome = Granted | NotReclaimable | ReclaimCapExceeded
 ReclaimOutcome = Claim | NotReclaimable | ReclaimCapExceeded | GrantNotFound

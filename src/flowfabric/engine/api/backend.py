@@ -3,6 +3,8 @@
 from typing import Any, Protocol
 
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.api.admission import AdmissionControl
+from flowfabric.engine.api.budgets import Budgets
 from flowfabric.engine.api.claims import Claims
 from flowfabric.engine.api.concern import Absent, Refusal
 from flowfabric.engine.api.events import Events
@@ -10,7 +12,9 @@ from flowfabric.engine.api.executions import Executions
 from flowfabric.engine.api.flows import Flows
 from flowfabric.engine.api.leases import Leases
 from flowfabric.engine.api.meta import Meta
+from flowfabric.engine.api.notes import Notes
 from flowfabric.engine.api.places import Lanes, Places, Wakeups
+from flowfabric.engine.api.quotas import Quotas
 from flowfabric.engine.api.reads import Listings, Reads
 from flowfabric.engine.api.secrets import Secrets
 from flowfabric.engine.api.streams import Streams
@@ -20,18 +24,10 @@ from flowfabric.engine.api.waitpoints import Signals, Waitpoints
 from flowfabric.engine.api.workers import Workers
 
 _MAY_LACK = {
-    "claims": "claim claim_for_worker complete_and_claim_next block_execution_for_admission "
-    "block_route unblock_execution",
-    "workers": "drain_worker list_worker_leases",
+    "claims": "claim claim_for_worker complete_and_claim_next",
     "events": "subscribe subscribe_completion subscribe_signal_delivery subscribe_operator_events "
     "subscribe_worker_events subscribe_flow_events subscribe_instance_tags",
     "steps": "record_step read_steps watch_completion deliver_child_completions",
-    "budgets": "create_budget update_budget_limits delete_budget reset_budget get_budget_status "
-    "list_budgets report_usage report_usage_admin record_spend release_budget "
-    "read_budget_usage_and_limits reconcile_budget_counters",
-    "quotas": "create_quota_policy update_quota_policy get_quota_status list_quota_policies "
-    "check_admission confirm_admission release_admission read_quota_policy_limits "
-    "reconcile_quota_counters",
     "flows": "create_flow set_flow_tag set_flow_tags get_flow_tag add_execution_to_flow "
     "stage_dependency_edge apply_dependency_to_child add_dependency set_edge_group_policy "
     "submit_flow extend_flow release_flow spawn_children cancel_flow replay_flow delete_flow "
@@ -75,12 +71,15 @@ class Backend(Protocol):
     `tests/conformance`.
     """
 
+    remote: bool = False
+    """Whether a server is between this process and the store."""
     counts: PartitionCounts
     max_payload_bytes: int
     executions: Executions
     reads: Reads
     listings: Listings
     claims: Claims
+    admission: AdmissionControl
     leases: Leases
     lanes: Lanes
     wakeups: Wakeups
@@ -95,10 +94,11 @@ class Backend(Protocol):
     upkeep: Upkeep
     leadership: Leadership
     meta: Meta
+    notes: Notes
     flows: Flows
     steps: Absent
-    budgets: Absent
-    quotas: Absent
+    budgets: Budgets
+    quotas: Quotas
 
     @property
     def closed(self) -> bool:

@@ -58,6 +58,14 @@ def listed(value: Any, field: str) -> list[Any]:
     return list(cast("Iterable[Any]", value))
 
 
+def pairs(value: Any, field: str) -> list[tuple[Any, Any]]:
+    """Any collection of two values each."""
+    each = [tuple(listed(one, field)) for one in listed(value, field)]
+    if any(len(one) != 2 for one in each):
+        raise _wrong_type(field, "a list of pairs", value)
+    return cast("list[tuple[Any, Any]]", each)
+
+
 def text(value: Any, field: str) -> str:
     """Text that UTF-8 can represent."""
     if not isinstance(value, str):

@@ -5,10 +5,16 @@ from typing import Protocol, Required, TypedDict, Unpack
 
 import msgspec
 
+from flowfabric.core import capabilities as caps
 from flowfabric.core.contracts import leases
 from flowfabric.core.contracts.leases import Claim, ClaimGrant
-from flowfabric.core.errors import EngineError
-from flowfabric.core.ids import ExecutionId, validate_lane, validate_worker_id
+from flowfabric.core.errors import EngineError, invalid_input
+from flowfabric.core.ids import (
+    ExecutionId,
+    validate_lane,
+    validate_namespaces,
+    validate_worker_id,
+)
 from flowfabric.engine.api import check
 from flowfabric.engine.api.concern import Concern
 from flowfabric.engine.api.executions import Completion
@@ -23,12 +29,21 @@ class ClaimRequest(msgspec.Struct, frozen=True):
     capabilities: str = ""
     """CSV of the tokens the worker offers, as `capabilities.offered_csv` builds it."""
     lease_ttl_ms: int = 30_000
+    namespaces: tuple[str, ...] | None = None
+    """Those that the worker serves, in fair turns; None stands for all."""
 
     def __post_init__(self) -> None:
         validate_lane(self.lane_id)
         worker_pair(self.worker_id, self.worker_instance_id)
         check.text(self.capabilities, "capabilities")
         check.positive_ms(self.lease_ttl_ms, "lease_ttl_ms")
+        if self.namespaces is not None and not validate_namespaces(self.namespaces):
+            raise invalid_input("namespaces", "must name at least one; None stands for all")
+
+    @property
+    def offer(self) -> caps.Offer:
+        """What the worker may take."""
+        return caps.Offer(self.capabilities, self.namespaces)
 
 
 class GrantOptions(TypedDict, total=False):
@@ -40,6 +55,7 @@ class GrantOptions(TypedDict, total=False):
     worker_tasks: Iterable[str]
     grant_ttl_ms: int
     lane_id: str
+    admitted: bool
     capability_hash: str
     route_snapshot_json: str
     admission_summary: str
@@ -73,6 +89,21 @@ class Claims(Concern, Protocol):
         """
         ...
 
+    async def claim_admitted(
+        self,
+        request: ClaimRequest,
+        tag: str,
+        ids: Sequence[ExecutionId],
+        *,
+        request_id: str | None = None,
+    ) -> list[Claim]:
+        """Claim those of `ClaimedMany.needing` that budgets and quotas admitted.
+
+        Executions that cannot be claimed any more are left out. Repeating a request id returns the
+        first answer.
+        """
+        ...
+
     async def scan_eligible_executions(
         self,
         lane_id: str,
@@ -80,17 +111,23 @@ class Claims(Concern, Protocol):
         limit: int,
         worker_capabilities: Iterable[str] | None = None,
         worker_tasks: Iterable[str] = (),
+        namespace: str | None = None,
     ) -> list[ExecutionId]:
         """Up to `limit` waiting executions in claim order. Reads only.
 
-        With capabilities, only those that a worker with them may take, and with these tasks.
+        With capabilities, only those that a worker with them may take, and with these tasks. With a
+        namespace, only those of it.
         """
         ...
 
     async def issue_claim_grant(
         self, execution_id: ExecutionId, **options: Unpack[GrantOptions]
     ) -> ClaimGrant:
-        """Reserve one eligible execution for one worker; it stays in its index until claimed."""
+        """Reserve one eligible execution for one worker; it stays in its index until claimed.
+
+        `admitted`: its budgets and its quota admitted it. Without that, an execution that names
+        some is refused: `claim_for_worker` asks them first.
+        """
         ...
 
     async def issue_reclaim_grant(
@@ -183,6 +220,44 @@ class Claims(Concern, Protocol):
         attempt_id: str | None = None,
     ) -> leases.ReclaimOutcome:
         """Turn a reclaim grant into a lease and a new attempt; at the cap the execution fails."""
+        ...
+
+    async def block_execution_for_admission(
+        self,
+        execution_id: ExecutionId,
+        reason: str,
+        reason_detail: str = "",
+        *,
+        lane_id: str = "",
+        retry_at: int | None = None,
+    ) -> leases.BlockOutcome:
+        """Hold back an execution that could be claimed now, for a `BlockingReason`.
+
+        Accepts `waiting_for_budget`, `waiting_for_quota`, `waiting_for_capable_worker`,
+        `paused_by_operator` and `paused_by_policy`. `retry_at`: when the cause is expected to end.
+        """
+        ...
+
+    async def block_route(
+        self,
+        execution_id: ExecutionId,
+        reason_code: str = "waiting_for_capable_worker",
+        reason_detail: str = "",
+        *,
+        lane_id: str = "",
+    ) -> leases.BlockOutcome:
+        """`block_execution_for_admission` for work that no live worker can take."""
+        return await self.block_execution_for_admission(
+            execution_id, check.text(reason_code, "reason_code"), reason_detail, lane_id=lane_id
+        )
+
+    async def unblock_execution(
+        self, execution_id: ExecutionId, *, expected_blocking_reason: str = ""
+    ) -> leases.Unblocked:
+        """Let a blocked execution wait for a worker again; admission decides when it is claimed.
+
+        With an expected reason, a block for another reason stays.
+        """
         ...
 
 

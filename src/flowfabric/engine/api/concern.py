@@ -30,8 +30,14 @@ def provide(concern: object, operation: Callable[..., Awaitable[object]]) -> Non
     setattr(concern, operation.__name__, operation)
 
 
-async def _declared(_self: Any) -> None:
+async def _described(_self: Any) -> None:
     """How a method without a body looks."""
+
+
+async def _declared(_self: Any) -> None: ...
+
+
+_BODILESS = {each.__code__.co_code for each in (_described, _declared)}
 
 
 class Concern(Protocol):
@@ -42,5 +48,5 @@ class Concern(Protocol):
         if Protocol in cls.__bases__:
             return
         for name, method in inspect.getmembers(cls, inspect.iscoroutinefunction):
-            if name not in vars(cls) and method.__code__.co_code == _declared.__code__.co_code:
+            if name not in vars(cls) and method.__code__.co_code in _BODILESS:
                 setattr(cls, name, Refusal(name))

@@ -5,7 +5,7 @@ from typing import Any, Generic, Literal, Protocol, Self, TypedDict, TypeVar, Un
 
 import msgspec
 
-from flowfabric.core.errors import CorruptionError
+from flowfabric.core.errors import CorruptionError, invalid_input
 from flowfabric.core.ids import ExecutionId, validate_lane
 from flowfabric.core.tags import validate_tag_filter
 from flowfabric.engine.api import check
@@ -13,7 +13,7 @@ from flowfabric.engine.api.concern import Concern
 
 Start = bytes | str | int
 """`now` (or empty), `start` for the oldest entry, a time in milliseconds, or a cursor."""
-Family = Literal["completion", "lease", "signal", "flow", "operator"]
+Family = Literal["completion", "lease", "signal", "flow", "operator", "worker"]
 _GAINS = frozenset({"acquired", "renewed", "reclaimed"})
 _LOSSES = frozenset({"released", "expired", "revoked"})
 LEASE_NAMES = {"replayed": "replay_initiated", "completion": "released"}
@@ -156,8 +156,6 @@ def typed(event: Event, form: type[F], cursor: bytes) -> F:
         known["type"] = LEASE_NAMES.get(event.type, event.type)
         if event.type == "reclaimed":
             known |= {name.removeprefix("new_"): each for name, each in event.fields.items()}
-    elif form is WorkerEvent:
-        known["namespace"] = event.event_id.removeprefix("worker:").rpartition("/")[0]
     return form(**{name: known[name] for name in form.__struct_fields__ if name in known})
 
 
@@ -296,10 +294,14 @@ class Subscriptions(Protocol):
     ) -> Subscription[Event]:
         """Follow several families at once; an event of two families arrives once.
 
+        Worker events are left out if `partitions` are given, and cannot be shared by a group.
+
         >>> feed = await client.subscribe(["completion", "signal"])  # doctest: +SKIP
         """
         for family in check.listed(families, "families"):
             check.one_of(family, "families", get_args(Family))
+        if "worker" in families and options.get("group") is not None:
+            raise invalid_input("families", "worker events cannot be shared by a group")
         return await self._follow(FeedRequest(families, Event, options), cursor)
 
     async def subscribe_completion(
@@ -339,7 +341,7 @@ class Subscriptions(Protocol):
     async def subscribe_operator_events(
         self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
     ) -> Subscription[Event]:
-        """Follow what operators do: cancel, revoke, resume, replay, change priorities."""
+        """Follow what operators do: cancel, revoke, resume, replay, change priorities, budgets."""
         return await self._follow(FeedRequest(["operator"], Event, options), cursor)
 
     async def subscribe_worker_events(

@@ -68,10 +68,10 @@ def check_new(item: NewExecution, max_payload_bytes: int) -> None:
         check.whole(item.priority, "priority")
     if item.partition_id is not None and item.partition_id != item.execution_id.partition:
         raise invalid_input("partition_id", "differs from the partition inside execution_id")
-    if item.idempotency_key != "":
+    if item.idempotency_key != "" or item.idempotency_digest != b"" or item.shards != 0:
         ids.validate_text(item.idempotency_key, "idempotency_key")
-    if item.idempotency_digest != b"":
         check_digest(item.idempotency_digest)
+        check.whole(item.shards, "shards", 0)
     if item.creator_identity != "":
         ids.validate_text(item.creator_identity, "creator_identity")
     if item.tags or type(item.tags) is not dict:

@@ -103,6 +103,10 @@ class Meta(Concern, Protocol):
         """Check the deployment; of its workers, only those of the namespace if one is given."""
         ...
 
+    async def failing_checks(self) -> list[str]:
+        """What keeps this process from serving: `ping`, `library`, `partitions`; empty if ready."""
+        ...
+
     async def wait_ready(self, timeout_s: float) -> None:
         """Return as soon as the store is reachable; raises after the timeout."""
 

@@ -5,10 +5,15 @@ from typing import Protocol
 
 import msgspec
 
+from flowfabric.core.capabilities import Offer
 from flowfabric.engine.api.concern import Concern
 
 WorkPlace = tuple[str, str]
 """A lane and the tag of a partition that may hold work of it."""
+
+
+LANE_STATES = ("active", "paused", "draining", "disabled")
+PLACEMENTS = ("pinned", "spread")
 
 
 class LaneSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,9 +22,44 @@ class LaneSettings(msgspec.Struct, frozen=True, kw_only=True):
     lane_id: str
     state: str = "active"
     reason: str = ""
+    changed_at: int | None = None
+    """When the state was last set, in ms."""
+    placement: str = "pinned"
+    """`pinned`: all executions outside flows are created on the lane's home partition. `spread`:
+    on `shards` partitions."""
+    shards: int = 256
     priority_weight_ms: int = 10**12
+    """How much waiting time one point of priority is worth."""
     reclaim_grace_ms: int = 0
     emit_renewals: bool = False
+
+
+class LaneDetail(LaneSettings, frozen=True, kw_only=True):
+    """A lane's settings, and how many executions it has in each state."""
+
+    counts: dict[str, int]
+    """By `eligible`, `delayed`, `active`, `reclaimable`, `suspended`, `terminal`, `blocked_…`.
+
+    What no live worker can take counts as `blocked_route`, not as `eligible`."""
+
+
+class LaneLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """The work of a lane that one partition holds."""
+
+    lane_id: str
+    waiting: int
+    """Executions that a worker may take now."""
+    active: int
+
+
+class PartitionLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """The work that a partition holds."""
+
+    partition: int
+    waiting: int
+    active: int
+    lanes: tuple[LaneLoad, ...]
+    """The lanes with work there, busiest first."""
 
 
 class Lanes(Concern, Protocol):
@@ -29,8 +69,16 @@ class Lanes(Concern, Protocol):
         """Registered lanes by name after `cursor`, and the next cursor if more follow."""
         ...
 
-    async def get_lane(self, lane_id: str) -> LaneSettings:
-        """The lane's settings; raises `lane_not_found` for a name that was never used."""
+    async def get_lane(self, lane_id: str) -> LaneDetail:
+        """Settings and counts; raises `lane_not_found` for a name that was never used."""
+        ...
+
+    async def read_settings(self, lanes: Iterable[str]) -> list[LaneSettings]:
+        """The settings of each lane; the defaults for a name that was never used."""
+        ...
+
+    async def busiest_partitions(self, limit: int = 20) -> list[PartitionLoad]:
+        """The partitions with the most waiting and running work, busiest first; none without."""
         ...
 
     async def set_lane_state(self, lane_id: str, state: str, reason: str = "") -> str:
@@ -41,11 +89,17 @@ class Lanes(Concern, Protocol):
         self,
         lane_id: str,
         *,
+        placement: str | None = None,
+        shards: int | None = None,
         priority_weight_ms: int | None = None,
         reclaim_grace_ms: int | None = None,
         emit_renewals: bool | None = None,
     ) -> None:
-        """Change a lane's scheduling settings."""
+        """Change a lane's settings. Without any, raises `invalid_input`.
+
+        A new placement applies to new executions. A new weight changes the order of what waits in
+        the background.
+        """
         ...
 
 
@@ -61,6 +115,14 @@ class Places(Concern, Protocol):
 
         Raises `lane_limit_exceeded` for new lanes when the registry is full; registers the others.
         """
+        ...
+
+    async def learn_lane(self, lane_id: str) -> None:
+        """Make sure that `shards` is known; registers a lane that this process has not used."""
+        ...
+
+    def shards(self, lane_id: str) -> int:
+        """Over how many partitions new executions of the lane are spread, as far as known; or 1."""
         ...
 
     async def register_again(self) -> None:
@@ -94,8 +156,8 @@ class Doorbell(Protocol):
     heard_by_all: bool
     """Whether every listener hears a ring. Otherwise one does, and rings again for others."""
 
-    def hear(self, tasks: Sequence[str]) -> None:
-        """From the next wait on, also hear the rings for executions that wait for these tasks."""
+    def hear(self, offer: Offer) -> None:
+        """From the next wait on, hear only the rings for work that a worker may take."""
         ...
 
     async def wait(self, timeout_s: float) -> list[WorkPlace]: ...  # Empty: nothing in time.
@@ -108,8 +170,11 @@ class Wakeups(Protocol):
 
     def listen(self, lanes: Iterable[str]) -> Doorbell: ...  # It connects at the first wait.
 
-    async def find_work(self, lane_id: str, tags: Sequence[str]) -> list[str]:
-        """Those that may hold claimable work of the lane; all of them in a cluster."""
+    async def find_work(self, places: Sequence[WorkPlace], likely: int = 1) -> list[WorkPlace]:
+        """Those that may hold claimable work; all of them in a cluster.
+
+        One command tells that none does. `likely`: how many of the first to ask about apart.
+        """
         ...
 
     async def ring_waiting(self, lanes: Mapping[str, Sequence[str]]) -> int:

@@ -121,11 +121,14 @@ class Listings(Concern, Protocol):
     async def list_lane(
         self, lane_id: str, state: str, *, partition: int, cursor: str = "", limit: int = 50
     ) -> contracts.ExecutionPage:
-        """Executions of one lane in one state, in the order of its index."""
+        """Executions of one lane in one state, in the order of its index.
+
+        What requires something that no live worker offers is `blocked_route`, not `eligible`.
+        """
         ...
 
     async def count_lanes(self, lanes: Sequence[str]) -> dict[str, dict[str, int]]:
-        """How many executions each lane has in each of its indexes: `eligible`, `active`, …"""
+        """How many executions each lane has in each state: `eligible`, `active`, …"""
         ...
 
     async def find_executions(

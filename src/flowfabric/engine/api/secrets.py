@@ -9,6 +9,7 @@ from flowfabric.engine.api import check
 from flowfabric.engine.api.concern import Concern
 
 DEFAULT_GRACE_MS = 86_400_000
+GRACE_VARIABLE = "FF_WAITPOINT_HMAC_GRACE_MS"
 SECRET_VARIABLE = "FF_WAITPOINT_HMAC_SECRET"  # noqa: S105 - a name, no secret
 _is_secret = re.compile(r"(?!0+$)(?:[0-9a-fA-F]{2}){16,}").fullmatch
 is_kid = re.compile(r"[A-Za-z0-9._-]{1,64}").fullmatch

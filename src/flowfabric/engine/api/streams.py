@@ -206,8 +206,28 @@ class StreamFollower:
             pause = min(pause * 2, _LAST_PAUSE_S)
 
 
+class StreamViewers(Protocol):
+    """Tails with permits and connections of their own, which other calls do not share."""
+
+    async def tail_stream(
+        self,
+        execution_id: ExecutionId,
+        attempt_index: int,
+        *,
+        after: str = START.text,
+        block_ms: int = 0,
+        count_limit: int = 50,
+    ) -> contracts.StreamFrames: ...
+
+    async def aclose(self) -> None: ...
+
+
 class Streams(Concern, Protocol):
     """Attempt output: appending, reading, following, summaries."""
+
+    def viewers(self, ceiling: int) -> StreamViewers:
+        """At most so many tails beside those of the process's own pool. Close it at the end."""
+        ...
 
     async def append_frame(
         self, handle: Handle, frame: contracts.Frame, **options: Unpack[AppendOptions]

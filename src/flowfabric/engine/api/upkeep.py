@@ -13,6 +13,8 @@ Mode = Literal["check", "repair"]
 
 ALL_EXECUTIONS = "all_executions"
 """The index of every execution of a partition, by id."""
+SOUGHT_AT_ONCE = 2500
+"""How many indexes one command looks for. It keeps other calls waiting for less than 1 ms."""
 
 
 class Index(NamedTuple):
@@ -62,6 +64,15 @@ class FlowBacklog(msgspec.Struct, frozen=True):
     """The steps that the engine set aside, with the reason."""
 
 
+class Drain(NamedTuple):
+    """A worker process that gets no more work."""
+
+    namespace: str
+    worker_instance_id: str
+    ends_at_ms: int
+    """When the leases that it still holds are revoked."""
+
+
 class SurveyRequest(msgspec.Struct, frozen=True):
     """A partition to survey, its lanes, and the indexes that the last survey found there."""
 
@@ -104,9 +115,23 @@ class Upkeep(Concern, Protocol):
         """Delete more of what trimmed executions left; returns how many are not done yet."""
         ...
 
+    async def rescore(self, tag: str) -> tuple[int, bool]:
+        """Give more of what waits the score of its lane's new weight: how many, whether more."""
+        ...
+
     async def trim_events(self, tag: str, older_than_ms: int) -> int: ...
+    async def trim_policy_events(self, older_than_ms: int) -> int: ...  # Of budgets and quotas.
     async def trim_worker_events(self, namespace: str, older_than_ms: int) -> int: ...
     async def sweep_workers(self, namespace: str) -> int: ...  # Removes expired workers.
+
+    async def list_drains(self) -> list[Drain]:
+        """The worker processes that are being drained."""
+        ...
+
+    async def continue_drain(self, drain: Drain) -> int:
+        """Keep refusing its claims; past its end, revoke its leases. Returns how many."""
+        ...
+
     async def forget_idle_lanes(self) -> int: ...  # Those empty and unregistered for a minute.
 
     async def reconcile_execution_index(
@@ -180,3 +205,8 @@ class Leadership(Concern, Protocol):
     async def resign(self, duty: str, identity: str) -> None: ...
     async def remaining_ms(self, duty: str) -> int | None: ...  # None if the lease is free.
     async def leaders(self) -> list[Leader]: ...  # Those with every duty first.
+
+    async def put_report(self, report: bytes, ttl_ms: int) -> None:
+        """Keep what the leader with every duty reports, for people."""
+
+    async def get_report(self) -> bytes | None: ...  # None after its time.

@@ -1,6 +1,6 @@
 """Waitpoints, which executions wait for, and the signals that answer them."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 import msgspec
 
@@ -32,6 +32,36 @@ class LastWait(msgspec.Struct, frozen=True, kw_only=True):
     """The signals that ended it."""
     prompt: str | None = None
     details: Any = None
+
+
+class SignalOptions(TypedDict, total=False):
+    """What else may go with a signal and its payload."""
+
+    signal_category: str
+    source_type: str
+    correlation_id: str
+    idempotency_key: str
+    """Signals with the same key count once."""
+    target_scope: str
+    signal_id: str | None
+    created_at: int | None
+    dedup_ttl_ms: int
+    resume_delay_ms: int
+    max_signals_per_execution: int | None
+    signal_maxlen: int
+
+
+class SentSignal(SignalOptions, total=False):
+    """The payload of a signal, and what else may go with it."""
+
+    payload: bytes | None
+    payload_encoding: str | None
+
+
+class BridgedSignal(SentSignal, total=False):
+    """A signal that a bridge passes on, with the sender that it claims."""
+
+    source_identity: str
 
 
 class Waitpoints(Concern, Protocol):
@@ -234,7 +264,7 @@ class Signals(Concern, Protocol):
         waitpoint_id: str,
         presented: WaitpointToken | str,
         signal_name: str,
-        **options: Any,
+        **options: Unpack[BridgedSignal],
     ) -> suspension.SignalOutcome:
         """`deliver_signal` for bridges: distinguishes an unknown waitpoint from a wrong token.
 

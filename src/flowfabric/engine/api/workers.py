@@ -6,11 +6,14 @@ from typing import Literal, Protocol
 import msgspec
 
 from flowfabric.core import capabilities as caps
+from flowfabric.core.contracts import NamedOutcome
+from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import LifecyclePhase, OwnershipState, StateVector
 from flowfabric.engine.api.concern import Concern
 
 Registration = Literal["registered", "refreshed"]
 Removal = Literal["marked", "not_registered"]
+DRAIN_TIMEOUT_MS = 30_000
 _RECLAIMABLE = frozenset({OwnershipState.LEASE_EXPIRED_RECLAIMABLE, OwnershipState.LEASE_REVOKED})
 
 
@@ -20,6 +23,9 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
     worker_id: str
     worker_instance_id: str
     namespace: str
+    """Where it is registered."""
+    namespaces: tuple[str, ...] = ()
+    """The namespaces that it serves: its own if none are given, all of them with `*`."""
     lanes: tuple[str, ...]
     capabilities: tuple[str, ...]
     tasks: tuple[str, ...] = ()
@@ -29,10 +35,54 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
     last_heartbeat_ms: int
     liveness_ttl_ms: int
     registered_at_ms: int
+    draining: bool = False
+    """Whether an operator drains it: it gets no more work."""
+
+    def serves(self, namespace: str) -> bool:
+        """Whether it runs executions of a namespace."""
+        return "*" in self.namespaces or namespace in (self.namespaces or (self.namespace,))
 
     def knows(self, kind: str, *, required: bool) -> bool:
         """Whether it takes a task; `required`: only if it has a handler for it."""
         return kind in self.tasks or (self.takes_other_tasks and not required)
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    """A renewed registration."""
+
+    next_expiry_ms: int
+    draining: bool = False
+    """Finish what runs and claim nothing more: an operator drains this worker."""
+
+
+class Draining(NamedOutcome[Literal["draining"]], frozen=True):
+    """The worker gets no more work."""
+
+    leases: int
+    """How many it still held."""
+
+
+class NotRegistered(NamedOutcome[Literal["not_registered"]], frozen=True):
+    """No such worker process is alive; nothing was changed."""
+
+
+class WorkerLease(msgspec.Struct, frozen=True, kw_only=True):
+    """A lease that a worker process holds."""
+
+    execution_id: ExecutionId
+    lease_id: str
+    lease_epoch: int
+    expires_at_ms: int
+
+
+class WorkerLeases(msgspec.Struct, frozen=True):
+    """One page, and the start of the next if there is one."""
+
+    entries: tuple[WorkerLease, ...]
+    cursor: str | None = None
+    """The last execution id: pass it as `after`."""
+    damaged: tuple[str, ...] = ()
+    """The entries that cannot be read."""
 
 
 class Coverage(msgspec.Struct, frozen=True):
@@ -41,6 +91,8 @@ class Coverage(msgspec.Struct, frozen=True):
     workers: int
     missing: tuple[str, ...]
     """What the best of them lacks; without workers, everything required."""
+    closest: tuple[str, ...] = ()
+    """The instance ids of those that lack only this."""
 
 
 def waits_for_worker(vector: StateVector) -> bool:
@@ -53,14 +105,34 @@ def waits_for_worker(vector: StateVector) -> bool:
 def least_missing(required: Iterable[str], workers: Iterable[WorkerEntry]) -> Coverage:
     """The coverage by the best single worker; two halves do not add up."""
     wanted = frozenset(required)
+    lacking: dict[tuple[str, ...], list[str]] = {}
     count = 0
-    fewest = tuple(sorted(wanted))
     for worker in workers:
         lacks = caps.missing(wanted, worker.capabilities)
-        if (len(lacks), lacks) < (len(fewest), fewest):
-            fewest = lacks
+        lacking.setdefault(lacks, []).append(worker.worker_instance_id)
         count += 1
-    return Coverage(count, fewest)
+    fewest = min(lacking, key=lambda lacks: (len(lacks), lacks), default=tuple(sorted(wanted)))
+    # Those that offer nothing of it are not close.
+    near = lacking.get(fewest, []) if len(fewest) < len(wanted) else []
+    return Coverage(count, fewest, tuple(near))
+
+
+def no_worker_for(lane_id: str, signature: str, fleet: Iterable[WorkerEntry]) -> bool:
+    """Whether no live worker can take work of a lane with this signature; one alone must do.
+
+    Work that requires nothing waits for any worker, so it never lacks a capable one.
+    """
+    namespace, required = caps.signature_parts(signature)
+    if not required:
+        return False
+    named, tasks = caps.split_tasks(required)
+    return not any(
+        lane_id in worker.lanes
+        and worker.serves(namespace)
+        and named.issubset(worker.capabilities)
+        and all(worker.knows(task, required=True) for task in tasks)
+        for worker in fleet
+    )
 
 
 class Workers(Concern, Protocol):
@@ -77,21 +149,49 @@ class Workers(Concern, Protocol):
         takes_other_tasks: bool = True,
         liveness_ttl_ms: int = 60_000,
         namespace: str = "default",
+        namespaces: Iterable[str] = (),
         only_if_absent: bool = False,
     ) -> Registration:
-        """Register a worker process, or refresh its registration."""
+        """Register a worker process, or refresh its registration.
+
+        It serves its own namespace, or `namespaces`; `*` stands for all.
+        """
         ...
 
     async def heartbeat_worker(
         self, worker_instance_id: str, namespace: str = "default"
-    ) -> int | None:
-        """Renew a registration; returns its next expiry in ms, or None if it is not registered."""
+    ) -> Heartbeat | None:
+        """Renew a registration; None if there is none: register again."""
         ...
 
     async def mark_worker_dead(
-        self, worker_instance_id: str, namespace: str = "default", reason: str = "shutdown"
+        self,
+        worker_instance_id: str,
+        namespace: str = "default",
+        reason: str = "shutdown",
+        *,
+        revoke_leases: bool = False,
     ) -> Removal:
-        """Remove a worker process from the registry; its leases stay until they expire."""
+        """Remove a worker process from the registry.
+
+        Its leases stay until they expire, unless they are revoked too: other workers then continue
+        the executions at once.
+        """
+        ...
+
+    async def drain_worker(
+        self,
+        worker_instance_id: str,
+        namespace: str = "default",
+        timeout_ms: int = DRAIN_TIMEOUT_MS,
+    ) -> Draining | NotRegistered:
+        """Give a worker process no more work; leases it holds after the timeout are revoked."""
+        ...
+
+    async def list_worker_leases(
+        self, worker_instance_id: str, after: str = "", limit: int = 1000
+    ) -> WorkerLeases:
+        """The leases that a worker process holds, by execution id."""
         ...
 
     async def list_workers(

@@ -66,8 +66,11 @@ class CompletionWatch:
         if watcher is None:
             watcher = self._watchers[key] = _Watcher(self._source)
         with watcher.waiter(feed, stops) as stopped:
-            # Both leave in one write and are answered in this order.
-            _, over = await asyncio.gather(watcher.follow(feed), is_over())
+            if self._source.answers_in_order:
+                _, over = await asyncio.gather(watcher.follow(feed), is_over())
+            else:
+                await watcher.follow(feed)
+                over = await is_over()
             if not over:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_RECHECK_S):

@@ -1,6 +1,7 @@
 """Positions in event feeds, and the bytes a subscriber keeps of them (12 §11.3)."""
 
 import base64
+import hashlib
 import struct
 from collections.abc import Mapping
 from typing import Self
@@ -15,8 +16,9 @@ BEGINNING: Position = (0, 0)
 LAST_SEQ = 2**64 - 1
 _ONE_FEED = 0x01
 _MANY_FEEDS = 0x11
-_FAMILIES = ("fp", "b", "q")
-"""Flow, budget and quota partitions, by their number in a cursor."""
+_FAMILIES = ("fp", "b", "q", "w")
+"""Flow, budget and quota partitions, and worker registries, by their number in a cursor."""
+_WORKERS = "worker:"
 _SINGLE = struct.Struct(">BQQ")
 _HEAD = struct.Struct(">BQH")
 _ENTRY = struct.Struct(">BHQQ")
@@ -55,7 +57,12 @@ class FeedCursor(msgspec.Struct, frozen=True):
         """The bytes to keep."""
         if self.only is not None:
             return _SINGLE.pack(_ONE_FEED, *self.position(self.only))
-        listed = sorted((*_numbers(feed), *at) for feed, at in self.positions.items())
+        # Registries of the same number share the earlier position: one may repeat, none is lost.
+        found: dict[tuple[int, int], Position] = {}
+        for feed, at in self.positions.items():
+            numbers = _numbers(feed)
+            found[numbers] = min(at, found.get(numbers, at))
+        listed = sorted((*numbers, *at) for numbers, at in found.items())
         head = _HEAD.pack(_MANY_FEEDS, self.base, len(listed))
         return head + b"".join(_ENTRY.pack(*each) for each in listed)
 
@@ -78,8 +85,16 @@ class FeedCursor(msgspec.Struct, frozen=True):
         raise ValidationError("invalid_cursor", "is not a cursor of this subscription")
 
 
+def numbered(feed: str) -> str:
+    """A feed as cursors name it: that of a worker registry has a number of 16 bits."""
+    if not feed.startswith(_WORKERS):
+        return feed
+    digest = hashlib.sha256(feed.encode()).digest()
+    return f"w:{int.from_bytes(digest[:2])}"
+
+
 def _numbers(feed: str) -> tuple[int, int]:
-    family, _, number = feed.partition(":")
+    family, _, number = numbered(feed).partition(":")
     return _FAMILIES.index(family), int(number)
 
 

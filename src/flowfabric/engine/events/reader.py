@@ -9,7 +9,13 @@ from flowfabric.core.errors import engine_error, invalid_input
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api import check
 from flowfabric.engine.api.events import Start
-from flowfabric.engine.events.cursor import BEGINNING, LAST_SEQ, FeedCursor, Position
+from flowfabric.engine.events.cursor import (
+    BEGINNING,
+    LAST_SEQ,
+    FeedCursor,
+    Position,
+    numbered,
+)
 from flowfabric.engine.events.source import FeedSource, FeedState, StoredEntry
 
 log = logging.getLogger(__name__)
@@ -23,17 +29,28 @@ class FeedSelection:
     """The feeds that a subscription covers."""
 
     def __init__(
-        self, source: FeedSource, counts: PartitionCounts, feeds: Sequence[str] | None = None
+        self,
+        source: FeedSource,
+        counts: PartitionCounts,
+        feeds: Sequence[str] | None = None,
+        *,
+        of_operators: bool = False,
+        of_workers: bool = False,
     ) -> None:
         self.source = source
         self._counts = counts
         self._fixed = feeds
+        self._of_operators = of_operators
+        self._of_workers = of_workers
         self.only = feeds[0] if feeds is not None and len(feeds) == 1 else None
         """The one feed, if there is only one: its cursor names an entry, not a time."""
 
     async def list(self) -> Sequence[str]:
         """Their names; a feed is listed before its first entry, so that none is missed."""
-        return self._fixed or await self.source.partition_feeds()
+        if self._fixed is not None:
+            return self._fixed
+        feeds = await self.source.partition_feeds(of_operators=self._of_operators)
+        return [*feeds, *await self.source.worker_feeds()] if self._of_workers else feeds
 
     async def cursor(self, start: Start) -> FeedCursor:
         """The starting position; a cursor of another selection is `invalid_cursor`."""
@@ -50,10 +67,20 @@ class FeedSelection:
         if start == "start":
             return FeedCursor(0, await self._ends(0, "oldest"), self.only)
         cursor = FeedCursor.decode(start, self.only)
-        partitions = (f[3:] for f in cursor.positions if f != self.only and f.startswith("fp:"))
-        if any(int(number) >= self._counts.flow for number in partitions):
+        if any(map(self._is_unknown, cursor.positions)):
             raise engine_error("invalid_cursor", ["names a partition that does not exist"])
-        return cursor
+        if not self._of_workers:
+            return cursor
+        known = {feed: cursor.positions.get(numbered(feed)) for feed in await self.list()}
+        at = {feed: position for feed, position in known.items() if position is not None}
+        return FeedCursor(cursor.base, at)
+
+    def _is_unknown(self, feed: str) -> bool:
+        family, _, number = feed.partition(":")
+        counts = {"fp": self._counts.flow, "b": self._counts.budget, "q": self._counts.quota}
+        if family == "w":
+            return not self._of_workers
+        return feed != self.only and int(number) >= counts[family]
 
     async def _ends(self, base: int, end: Literal["oldest", "last"]) -> dict[str, Position]:
         """The oldest or the newest position of each feed that reaches beyond the base time."""

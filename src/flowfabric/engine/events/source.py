@@ -41,18 +41,34 @@ class FeedLink(Protocol):
 
 
 class FeedSource(Protocol):
-    """The feeds of a deployment: `fp:7` of a partition, `worker:<namespace>` of a registry."""
+    """The feeds of a deployment: `fp:7` of a partition, `worker:<namespace>` of a registry.
+
+    `b:7` and `q:7` are those of partitions of budgets and quotas, which only operators change.
+    """
 
     @property
     def waits_across_feeds(self) -> bool:
         """Whether one blocking read covers several feeds."""
         ...
 
+    @property
+    def answers_in_order(self) -> bool:
+        """Whether calls that leave together are answered in this order."""
+        ...
+
     def open(self) -> FeedLink: ...
     def position(self, entry: StoredEntry) -> Position: ...
     def stop(self, entry: StoredEntry) -> Stop | None: ...  # If an execution or flow stopped.
     def decode(self, feed: str, entry: StoredEntry) -> Event: ...  # Or `CorruptionError`.
-    async def partition_feeds(self) -> Sequence[str]: ...  # Those that may have entries.
+
+    async def partition_feeds(self, *, of_operators: bool = False) -> Sequence[str]:
+        """Those that may have entries; by default only those of partitions of executions."""
+        ...
+
+    async def worker_feeds(self) -> Sequence[str]:
+        """Those of the worker registries of all namespaces in use."""
+        ...
+
     async def tagged(self, ids: Collection[str], tags: Mapping[str, str]) -> set[str]: ...
 
     async def clock_ms(self) -> int: ...  # Of the slowest clock that stamps entries.

@@ -14,6 +14,7 @@ from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.ids import ExecutionId, new_uuid, validate_namespace
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.state import PublicState
+from flowfabric.engine import metrics
 from flowfabric.engine.api import check
 from flowfabric.engine.api import events as api
 from flowfabric.engine.events.completions import CompletionWatch
@@ -196,6 +197,11 @@ class FeedSubscription(AsyncClosing, Generic[api.F]):
                     continue
                 if self._member is not None:
                     self._member.unacked[feed] = position
+                if (meter := metrics.active()) is not None:
+                    corrupt = isinstance(found, errors.CorruptionError)
+                    meter.count("ff_event_dispatch_total", "corrupt" if corrupt else "ok")
+                    lag = max(0.0, time.time() - position[0] / 1000)
+                    meter.set("ff_event_dispatch_lag_seconds", lag)
                 if isinstance(found, errors.CorruptionError):
                     return found
                 return api.typed(found, self._form, self.cursor)
@@ -320,7 +326,7 @@ class FeedEvents(api.Events):
         counts: PartitionCounts,
         read_state: Callable[[ExecutionId], Awaitable[PublicState]],
     ) -> None:
-        self._source = source
+        self.source = source
         self._counts = counts
         self._watch = CompletionWatch(source, read_state)
         self._open: set[FeedSubscription[Any]] = set()
@@ -332,7 +338,11 @@ class FeedEvents(api.Events):
         feeds = None if namespace is None else [f"worker:{validate_namespace(namespace)}"]
         if (partitions := options.get("partitions")) is not None:
             feeds = self._feeds(partitions)
-        selection = FeedSelection(self._source, self._counts, feeds)
+        of_operators = "operator" in request.families
+        of_workers = "worker" in request.families and feeds is None
+        selection = FeedSelection(
+            *(self.source, self._counts, feeds), of_operators=of_operators, of_workers=of_workers
+        )
         start = await selection.cursor(cursor)
         member = None
         if (group := options.get("group")) is not None:

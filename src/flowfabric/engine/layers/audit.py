@@ -24,16 +24,26 @@ from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.reads import Reads
 
 log = logging.getLogger(__name__)
+audit_log = logging.getLogger("flowfabric.audit")
 ends = logging.getLogger(f"{__name__}.ends")
 """Apart, because there is one record per execution."""
 Method = Callable[..., Any]
 Layer = Callable[[Method], Method]
 _OPERATOR_CALLS = {
     "executions": ("change_priority", "replay_execution", "purge_execution"),
-    "claims": ("issue_grant_and_claim", "issue_reclaim_grant"),
+    "claims": (
+        *("issue_grant_and_claim", "issue_reclaim_grant", "block_execution_for_admission"),
+        *("block_route", "unblock_execution"),
+    ),
     "suspensions": ("resume_execution",),
+    "budgets": (
+        *("create_budget", "update_budget_limits", "reset_budget", "delete_budget"),
+        "report_usage_admin",
+    ),
     "lanes": ("set_lane_state", "set_lane_config"),
     "leases": ("revoke_lease",),
+    "quotas": ("create_quota_policy", "update_quota_policy"),
+    "workers": ("drain_worker",),
     "waitpoints": ("close_waitpoint",),
     "signals": ("deliver_approval_signal", "read_waitpoint_token"),
     "secrets": (
@@ -64,7 +74,10 @@ _FIELDS = (
     *("source", "lane_id", "reason", "revoked_by", "requested_by", "new_priority", "state"),
     *("failure_category", "signal_name", "waitpoint_id", "decided_by", "trigger_type"),
     *("worker_id", "worker_instance_id", "priority_weight_ms", "reclaim_grace_ms"),
-    *("partition", "kid", "new_kid", "grace_ms"),
+    *("placement", "shards", "emit_renewals"),
+    *("partition", "kid", "new_kid", "grace_ms", "reason_detail", "expected_blocking_reason"),
+    *("budget_id", "force", "dimensions", "deltas", "quota_policy_id"),
+    *("window_seconds", "max_requests_per_window", "max_concurrent", "jitter_ms"),
 )
 """Arguments that are logged; all others stay out of the record."""
 _RECLAIMS_PER_WARNING = 100
@@ -144,7 +157,7 @@ def _logged(method: Method, *, by_people: bool = False) -> Method:
 
     @functools.wraps(method)
     async def call(*args: Any, **options: Any) -> Any:
-        if not log.isEnabledFor(logging.INFO):
+        if not audit_log.isEnabledFor(logging.INFO):
             return await method(*args, **options)
         given = bind(*args, **options)
         override = given.get("source") == _OVERRIDE
@@ -262,7 +275,8 @@ def _log_operator(op: str, given: Mapping[str, Any], code: str, **details: Any) 
     fields = {name: given[name] for name in _FIELDS if given.get(name) not in (None, "")}
     who = caller()
     extra = {"action": "operator_call", "op": op, "code": code, "caller": who}
-    log.info("%s by %s: %s", op, who, code, extra={**extra, **_subject(given), **fields, **details})
+    extra |= {**_subject(given), **fields, **details}
+    audit_log.info("%s by %s: %s", op, who, code, extra=extra)
 
 
 def _log_end(op: str, outcome: str, *, source: str = "", **subject: Any) -> None:

@@ -7,21 +7,29 @@ from typing import Self
 from flowfabric.core.closing import ClosedOnce
 from flowfabric.core.environment import whole_number
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine import metrics
 from flowfabric.engine.api.backend import Backend, refuse_missing
 from flowfabric.engine.api.concern import Absent
 from flowfabric.engine.events.subscription import FeedEvents
+from flowfabric.engine.layers import tracing
 from flowfabric.engine.layers.audit import audit
+from flowfabric.engine.layers.metrics import measure
 from flowfabric.engine.valkey import boot
+from flowfabric.engine.valkey.admission import ValkeyAdmission
+from flowfabric.engine.valkey.budgets import ValkeyBudgets
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.claims import ValkeyClaims
 from flowfabric.engine.valkey.drains import CascadeDrains
 from flowfabric.engine.valkey.executions import ValkeyExecutions
 from flowfabric.engine.valkey.feeds import ValkeyFeeds
 from flowfabric.engine.valkey.flows import ValkeyFlows
+from flowfabric.engine.valkey.lanes import ValkeyLanes
 from flowfabric.engine.valkey.leases import ValkeyLeases
 from flowfabric.engine.valkey.listings import ValkeyListings
 from flowfabric.engine.valkey.meta import ValkeyMeta
-from flowfabric.engine.valkey.places import ValkeyLanes, ValkeyPlaces
+from flowfabric.engine.valkey.notes import ValkeyNotes
+from flowfabric.engine.valkey.places import ValkeyPlaces
+from flowfabric.engine.valkey.quotas import ValkeyQuotas
 from flowfabric.engine.valkey.reads import ValkeyReads
 from flowfabric.engine.valkey.secrets import ValkeySecrets
 from flowfabric.engine.valkey.stream_pool import StreamPool, ceiling_from_env
@@ -63,27 +71,35 @@ class ValkeyBackend(ClosedOnce, Backend):
         places = self.places = ValkeyPlaces(calls)
         drains = self.drains = CascadeDrains(calls)
         executions = self.executions = ValkeyExecutions(calls, places, drains)
-        workers = self.workers = ValkeyWorkers(calls, places)
+        self.leases = ValkeyLeases(calls, places)
+        workers = self.workers = ValkeyWorkers(calls, places, self.leases)
         self.reads = ValkeyReads(calls, workers)
         feeds = ValkeyFeeds(calls, places)
         self.events = self._events = FeedEvents(feeds, counts, self.reads.read_execution_state)
-        self.listings = ValkeyListings(calls, places)
-        self.claims = ValkeyClaims(calls, executions)
+        self.listings = ValkeyListings(calls, places, workers)
+        self.budgets = ValkeyBudgets(calls, self.reads)
+        self.quotas = self._quotas = ValkeyQuotas(calls)
+        self.admission = ValkeyAdmission(calls, drains, self.budgets, self.quotas)
+        self.claims = ValkeyClaims(calls, executions, self.admission)
         self.wakeups = ValkeyWakeups(calls, places)
-        self.leases = ValkeyLeases(calls, places)
-        self.lanes = ValkeyLanes(calls, places)
+        self.lanes = ValkeyLanes(calls, places, self.listings)
         self.suspensions = ValkeySuspensions(calls, places, drains)
         self.waitpoints = ValkeyWaitpoints(calls)
         self.signals = ValkeySignals(calls)
         self.secrets = ValkeySecrets(calls)
         self.streams = ValkeyStreams(calls, self.stream_pool)
-        self.upkeep = ValkeyUpkeep(calls, places, drains)
+        self.upkeep = ValkeyUpkeep(calls, places, drains, workers)
         self.leadership = ValkeyLeadership(calls)
         self.meta = ValkeyMeta(calls, self.stream_pool, self)
+        self.notes = ValkeyNotes(calls)
         self.flows = ValkeyFlows(calls, places, self._events, drains)
-        self.steps, self.budgets, self.quotas = (Absent() for _ in range(3))
+        self.steps = Absent()
         refuse_missing(self)
         audit(self)
+        if (meter := metrics.active()) is not None:
+            measure(self, meter)
+        if (spans := tracing.active()) is not None:
+            tracing.trace(self, spans)
 
     @classmethod
     async def connect(
@@ -129,3 +145,4 @@ class ValkeyBackend(ClosedOnce, Backend):
             closing.push_async_callback(self.stream_pool.aclose)
             closing.push_async_callback(self._events.aclose)
             closing.push_async_callback(self.drains.aclose)
+            closing.push_async_callback(self._quotas.aclose)

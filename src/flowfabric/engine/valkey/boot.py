@@ -3,13 +3,18 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flowfabric.core.environment import flag, invalid, whole_number
 from flowfabric.core.errors import ConfigError, ValidationError
 from flowfabric.core.ids import validate_lanes
-from flowfabric.core.partition import CollisionGrade, PartitionCounts, lane_collisions
+from flowfabric.core.partition import (
+    CollisionGrade,
+    LaneCollisions,
+    PartitionCounts,
+    lane_collisions,
+)
 from flowfabric.engine.api.secrets import SECRET_VARIABLE, check_secret
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
@@ -147,22 +152,37 @@ async def read_counts(transport: Transport) -> PartitionCounts:
     if 0 not in (flow, budget, quota):
         return PartitionCounts(flow=flow, budget=budget, quota=quota)
     if unprepared_is_fine:
-        log.warning("partition counts are not stored, using the defaults (FF_DEV_MODE=1)")
+        text = "partition counts are not stored, using the defaults (FF_DEV_MODE=1)"
+        log.warning(text, extra={"action": "counts_not_stored"})
         return PartitionCounts()
     advice = "prepare it once with `flowfabric doctor --prepare`"
     problem = f"this Valkey holds no partition counts: {advice}"
     raise ConfigError("connect", problem, "partition_config")
 
 
+async def find_collisions(
+    transport: Transport, counts: PartitionCounts, lanes: Iterable[str]
+) -> LaneCollisions:
+    """Which of the lanes that are not spread share a partition."""
+    stored: Any = await transport.call("HGETALL", keys.PLACEMENTS, key=keys.PLACEMENTS)
+    # A lane that was spread once and is pinned now has one shard.
+    spread = {
+        name.decode(errors="replace")
+        for name, placement in stored.items()
+        if placement.split(b" ")[1:2] != [b"1"]
+    }
+    return lane_collisions(lanes, counts, spread)
+
+
 async def report_collisions(transport: Transport, counts: PartitionCounts) -> None:
     members: Any = await transport.call("SMEMBERS", keys.LANES, key=keys.LANES)
     lanes = [member.decode(errors="replace") for member in members]
-    found = lane_collisions(lanes, counts)
+    found = await find_collisions(transport, counts, lanes)
     groups = list(found.shared.values())[:_SHOWN_GROUPS]
     shown = "; ".join(", ".join(group) for group in groups) or "none"
     numbers = {"grade": found.grade.value, "lanes": found.lanes, "affected": found.affected}
     log.log(
         _LEVELS.get(found.grade, logging.WARNING),
-        *("%d of %d lanes share a partition: %s", found.affected, found.lanes, shown),
+        *("%d of %d pinned lanes share a partition: %s", found.affected, found.lanes, shown),
         extra={"action": "lane_collisions", **numbers, "shared": groups},
     )

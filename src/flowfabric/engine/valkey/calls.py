@@ -1,25 +1,30 @@
 """Calling the function library: reply envelopes, typed errors, a reload when it is missing."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, TypeVar, cast
 
 from flowfabric.core import errors
 from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.errors import EngineError, TransportError
-from flowfabric.core.ids import ExecutionId, validate_lane
+from flowfabric.core.ids import ExecutionId, given_name, validate_lane
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.text import lossless, raw, shown
+from flowfabric.engine import metrics
 from flowfabric.engine.api import check
 from flowfabric.engine.valkey import keys
+from flowfabric.engine.valkey.effects import count_effects
 from flowfabric.engine.valkey.library import ensure_library
 from flowfabric.valkey.link import READ_FUNCTIONS
 from flowfabric.valkey.transport import Arg, Transport
 
 log = logging.getLogger(__name__)
 _ACCEPTED = (b"OK", b"DUPLICATE", b"ALREADY_SATISFIED")
+# Then the partitions where runs gave something back (`RETURNS`), and what else the call did.
+_TELLING = (b"RETURNS ", b"OK ")
 MISFITS = (LookupError, TypeError, ValueError, AttributeError)
 """What decoding a malformed reply raises."""
 _SHOWN = 12
@@ -82,6 +87,22 @@ def refused(answer: Any, function: str, op: str, execution_id: str = "") -> Engi
             return unreadable(answer, function, op, execution_id)
 
 
+@contextlib.contextmanager
+def naming_missing(limit_id: str) -> Generator[None]:
+    """Adds to an error about a missing budget or quota policy what people call it."""
+    try:
+        yield
+    except errors.NotFoundError as error:
+        if error.details:
+            raise
+        raise errors.NotFoundError(error.code, given_name(limit_id), op=error.op) from None
+
+
+def is_accepted(status: bytes) -> bool:
+    """Whether the status of a reply says that the call did its work."""
+    return status in _ACCEPTED or status.startswith(_TELLING)
+
+
 class decoding:  # noqa: N801 - reads as a statement: with decoding(reply, …)
     """Turns errors while decoding a malformed reply into `ReplyError`."""
 
@@ -126,6 +147,20 @@ async def at_once(
     return await asyncio.gather(*map(passing, items))
 
 
+async def finished(
+    limit: int, call: Callable[[Item], Awaitable[T]], items: Iterable[Item]
+) -> list[T]:
+    """`at_once` that raises the first error only when no call is under way any longer."""
+
+    async def outcome(item: Item) -> tuple[Item, T | EngineError]:
+        try:
+            return item, await call(item)
+        except EngineError as error:
+            return item, error
+
+    return list(raised(await at_once(limit, outcome, items)))
+
+
 class FunctionCalls:
     """What the concerns share: the transport, the partition counts, the largest payload."""
 
@@ -136,6 +171,8 @@ class FunctionCalls:
         self.counts = counts
         self.max_payload_bytes = max_payload_bytes
         self._warned: set[tuple[str, str]] = set()
+        self.on_returns: Callable[[Sequence[str]], None] = lambda _: None
+        """Called with partitions whose runs gave something back to budgets or quotas."""
 
     async def fcall(
         self, function: str, tag: str, args: Sequence[Arg], *, op: str, replay_safe: bool = True
@@ -151,15 +188,30 @@ class FunctionCalls:
             if error.kind != "script_not_loaded":
                 error.op = op
                 raise _typed(error, f"{_subject(args) or function}: stored keys") from None
-            log.warning("function %s is missing on the server, loading the library", function)
+            extra = {"action": "library_missing", "function": function}
+            text = "function %s is missing on the server, loading the library"
+            log.warning(text, function, extra=extra)
             await ensure_library(self.transport)
             reply = await self.transport.fcall(function, tag, args, replay_safe=replay_safe)
         if type(reply) is not list:
             raise unreadable(reply, function, op, _subject(args))
         envelope = cast("list[Any]", reply)
-        if len(envelope) > 1 and envelope[0] == 1 and envelope[1] in _ACCEPTED:
-            return envelope
+        if len(envelope) > 1 and envelope[0] == 1:
+            status = envelope[1]
+            if status in _ACCEPTED:
+                return envelope
+            if isinstance(status, bytes) and is_accepted(status):
+                self._hear(status)
+                envelope[1] = b"OK"
+                return envelope
         raise refused(envelope, function, op, _subject(args))
+
+    def _hear(self, status: bytes) -> None:
+        told = [word.decode() for word in status.split()[1:]]
+        if tags := [word for word in told if word.startswith("{")]:
+            self.on_returns(tags)
+        if len(told) > len(tags) and (meter := metrics.active()) is not None:
+            count_effects(meter, told[len(tags) :])
 
     async def read(self, place: str, command: str, key: str | bytes, *args: Arg) -> Any:
         """The reply to one reading command; a key of the wrong type is corruption of `place`."""
@@ -167,6 +219,14 @@ class FunctionCalls:
             return await self.transport.call(command, key, *args, key=key)
         except TransportError as error:
             raise _typed(error, place) from None
+
+    async def existing(self, names: Sequence[str]) -> list[str]:
+        """The keys that exist; on a single server, one command tells that none does."""
+        call = self.transport.call
+        if not self.transport.is_cluster and not await call("EXISTS", *names, key=names[0]):
+            return []
+        found = await asyncio.gather(*(call("EXISTS", name, key=name) for name in names))
+        return [name for name, exists in zip(names, found, strict=True) if exists]
 
     async def scan(self, place: str, key: str, match: str = "*") -> dict[bytes, bytes]:
         """The fields of a hash of any size, read in pages; `match`: a pattern of their names."""

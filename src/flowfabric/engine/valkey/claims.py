@@ -1,8 +1,10 @@
 """Claiming work: from a lane, by a grant, or from a worker that lost its lease."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Unpack
 
 import msgspec
@@ -10,13 +12,28 @@ import msgspec
 from flowfabric.core import capabilities as caps
 from flowfabric.core.contracts import leases
 from flowfabric.core.contracts.flows import NO_INPUTS
-from flowfabric.core.contracts.leases import Claim, ClaimedMany, ClaimGrant, Handle
+from flowfabric.core.contracts.leases import (
+    Candidate,
+    Claim,
+    ClaimedMany,
+    ClaimGrant,
+    Handle,
+)
 from flowfabric.core.errors import ConfigError, EngineError, ReplyError, ValidationError
-from flowfabric.core.ids import ExecutionId, PartitionKey, new_uuid, validate_lane
+from flowfabric.core.ids import (
+    ExecutionId,
+    PartitionKey,
+    new_uuid,
+    validate_lane,
+    validate_namespace,
+)
+from flowfabric.engine import metrics
 from flowfabric.engine.api import check
+from flowfabric.engine.api.admission import Block
 from flowfabric.engine.api.claims import ClaimRequest, Claims, GrantOptions, worker_pair
 from flowfabric.engine.api.executions import BATCH, Completion
 from flowfabric.engine.valkey import keys
+from flowfabric.engine.valkey.admission import ValkeyAdmission
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, text, unreadable
 from flowfabric.engine.valkey.executions import ValkeyExecutions
 from flowfabric.engine.valkey.flow_inputs import UNREAD, inputs_of, read_inputs
@@ -24,7 +41,7 @@ from flowfabric.engine.valkey.pages import Damage
 
 _NO_TAGS: dict[str, str] = {}
 _MODES: dict[bytes, leases.HandleKind] = {b"f": "fresh", b"r": "resumed", b"c": "reclaimed"}
-_NO_OPTIONAL_PARTS: tuple[Any, ...] = (None,) * 8
+_NO_OPTIONAL_PARTS: tuple[Any, ...] = (None,) * 9
 log = logging.getLogger(__name__)
 _LOST_GRANT = frozenset({"invalid_claim_grant", "claim_grant_expired"})
 
@@ -32,9 +49,13 @@ _LOST_GRANT = frozenset({"invalid_claim_grant", "claim_grant_expired"})
 class ValkeyClaims(Claims):
     """`Claims` on Valkey."""
 
-    def __init__(self, calls: FunctionCalls, executions: ValkeyExecutions) -> None:
+    def __init__(
+        self, calls: FunctionCalls, executions: ValkeyExecutions, admission: ValkeyAdmission
+    ) -> None:
         self._calls = calls
         self._executions = executions
+        self._admission = admission
+        self._turns: dict[tuple[str, str], str] = {}
 
     async def claim_many(
         self, request: ClaimRequest, tag: str, max_n: int, *, request_id: str | None = None
@@ -46,7 +67,7 @@ class ValkeyClaims(Claims):
         reply = await self._calls.fcall("ff_claim_many", tag, args, op="claim_many")
         with decoding(reply, "ff_claim_many", "claim_many"):
             claimed = _claimed(request, reply[2:])
-        return await self._with_inputs(claimed)
+        return await self._completed(claimed)
 
     async def complete_and_claim(
         self,
@@ -66,22 +87,46 @@ class ValkeyClaims(Claims):
         if not claim:
             return outcomes, ClaimedMany([], 0)
         with decoding(reply, "ff_complete", "complete_many"):
-            claimed = _claimed(request, reply[3:])
-        return outcomes, await self._with_inputs(claimed)
+            claimed = _claimed(request, (*reply[3:6], *reply[7:]))
+        return outcomes, await self._completed(claimed)
 
-    async def _with_inputs(self, claimed: ClaimedMany) -> ClaimedMany:
-        """The claims with inputs that were too much for the reply."""
-        claims = claimed.claims
+    async def claim_admitted(
+        self,
+        request: ClaimRequest,
+        tag: str,
+        ids: Sequence[ExecutionId],
+        *,
+        request_id: str | None = None,
+    ) -> list[Claim]:
+        known = [self._calls.checked(each, "ids") for each in check.listed(ids, "ids")][:BATCH]
+        args = _claim_args(request, len(known), request_id)
+        tag = self._calls.checked_tag(tag)
+        if not args:
+            return []
+        function, op = "ff_claim_admitted", "claim_admitted"
+        reply = await self._calls.fcall(function, tag, (*args, *known), op=op)
+        with decoding(reply, function, op):
+            claims = read_claims(request, reply[2])
+        return (await self._completed(ClaimedMany(claims, 0))).claims
+
+    async def _completed(self, claimed: ClaimedMany) -> ClaimedMany:
+        """The claims with inputs that were too much for the reply, and with confirmed slots."""
+        claims, slots = claimed.claims, dict[str, list[int]]()
         for position, claim in enumerate(claims):
             if claim.inputs is UNREAD:
-                claims[position] = await self._with_own_inputs(claim)
+                inputs = await read_inputs(self._calls, claim.execution_id)
+                claims[position] = msgspec.structs.replace(claim, inputs=inputs)
+            if claim.quota_policy_id is not None:
+                slots.setdefault(claim.quota_policy_id, []).append(position)
+        for policy, positions in slots.items():
+            ids = [claims[position].execution_id for position in positions]
+            if not await self._admission.confirm(policy, ids):
+                for position in positions:
+                    claims[position] = msgspec.structs.replace(claims[position], unconfirmed=True)
         return claimed
 
-    async def _with_own_inputs(self, claim: Claim) -> Claim:
-        if claim.inputs is not UNREAD:
-            return claim
-        inputs = await read_inputs(self._calls, claim.execution_id)
-        return msgspec.structs.replace(claim, inputs=inputs)
+    async def _completed_one(self, claim: Claim) -> Claim:
+        return (await self._completed(ClaimedMany([claim], 0))).claims[0]
 
     async def scan_eligible_executions(
         self,
@@ -90,25 +135,49 @@ class ValkeyClaims(Claims):
         limit: int,
         worker_capabilities: Iterable[str] | None = None,
         worker_tasks: Iterable[str] = (),
+        namespace: str | None = None,
     ) -> list[ExecutionId]:
+        spaces = None if namespace is None else (validate_namespace(namespace),)
         lane, tag = validate_lane(lane_id), self._calls.checked_tag(tag)
         if check.whole(limit, "limit") < 1:
             return []
         limit = min(limit, check.MAX_EXACT)
-        signatures = ["", *await self._calls.signatures(tag, lane)]
+        offered = None
         if worker_capabilities is not None:
-            offered = {"", *caps.normalise(worker_capabilities, "worker")}
-            offered.update(map(caps.task_token, check.texts(worker_tasks, "worker_tasks")))
-            signatures = [csv for csv in signatures if offered.issuperset(csv.split(","))]
-        names = [keys.eligible(tag, lane, each) for each in signatures]
+            tokens = caps.normalise(worker_capabilities, "worker")
+            tasks = check.texts(worker_tasks, "worker_tasks")
+            offered = caps.offered_csv(tokens, tasks, no_others=False)
+        covers = caps.Offer(offered, spaces).covers
+        used = [each for each in ("", *await self._calls.signatures(tag, lane)) if covers(each)]
+        names = [keys.eligible(tag, lane, each) for each in used]
         pages = await asyncio.gather(
             *(
                 self._calls.read(f"{name}: index", "ZRANGE", name, 0, limit - 1, "WITHSCORES")
                 for name in names
             )
         )
-        found = sorted((score, member) for page in pages for member, score in page)
+        waiting: dict[str, list[tuple[float, bytes]]] = {}
+        for signature, page in zip(used, pages, strict=True):
+            # Without a worker, all namespaces are in one queue.
+            space = "" if offered is None else caps.signature_parts(signature)[0]
+            entries = [(score, member) for member, score in page]
+            waiting[space] = sorted((*waiting.get(space, ()), *entries))
+        found = self._in_turn(
+            tag, lane, {space: queue for space, queue in waiting.items() if queue}
+        )
         return Damage("scan_eligible_executions").ids(member for _, member in found)[:limit]
+
+    def _in_turn(
+        self, tag: str, lane: str, queues: Mapping[str, list[tuple[float, bytes]]]
+    ) -> list[tuple[float, bytes]]:
+        """One entry of each namespace after the other, beginning with another one each time."""
+        names = sorted(queues)
+        if len(names) > 1:
+            last = self._turns.get((tag, lane), "")
+            names = [*(n for n in names if n > last), *(n for n in names if n <= last)]
+            self._turns[tag, lane] = names[0]
+        rounds = zip_longest(*(queues[name] for name in names))
+        return [entry for entries in rounds for entry in entries if entry is not None]
 
     async def issue_claim_grant(
         self, execution_id: ExecutionId, **options: Unpack[GrantOptions]
@@ -141,6 +210,7 @@ class ValkeyClaims(Claims):
         worker_tasks: Iterable[str] = (),
         grant_ttl_ms: int = 5000,
         lane_id: str = "",
+        admitted: bool = False,
         capability_hash: str = "",
         route_snapshot_json: str = "",
         admission_summary: str = "",
@@ -159,6 +229,7 @@ class ValkeyClaims(Claims):
             check.text(admission_summary, "admission_summary"),
             problem,
             tasks,
+            "1" if check.flag(admitted, "admitted") else "",
         )
         return await self._calls.ask(
             *(f"ff_{op}", execution_id.tag, args),
@@ -180,7 +251,7 @@ class ValkeyClaims(Claims):
             *(execution_id, f"ff_{op}", args),
             lambda reply: claim_of(reply[2], text(reply[3]), ttl, worker[1]),
         )
-        return await self._with_own_inputs(claim)
+        return await self._completed_one(claim)
 
     def _granted(self, grant: ClaimGrant) -> ExecutionId:
         check.instance(grant, ClaimGrant, "grant")
@@ -214,7 +285,7 @@ class ValkeyClaims(Claims):
             lambda reply: claim_of(reply[2], text(reply[3]), ttl, worker_instance_id),
             op="issue_grant_and_claim",
         )
-        return await self._with_own_inputs(claim)
+        return await self._completed_one(claim)
 
     async def reclaim_execution(
         self,
@@ -249,7 +320,27 @@ class ValkeyClaims(Claims):
             if error.code in _LOST_GRANT:
                 return leases.GrantNotFound(execution_id)
             return _not_reclaimable(execution_id, error)
-        return await self._with_own_inputs(claim)
+        return await self._completed_one(claim)
+
+    async def block_execution_for_admission(
+        self,
+        execution_id: ExecutionId,
+        reason: str,
+        reason_detail: str = "",
+        *,
+        lane_id: str = "",
+        retry_at: int | None = None,
+    ) -> leases.BlockOutcome:
+        known = self._calls.checked(execution_id)
+        block = Block(execution_id=known, reason=reason, detail=reason_detail, retry_at=retry_at)
+        return await self._admission.block(block, check.text(lane_id, "lane_id"))
+
+    async def unblock_execution(
+        self, execution_id: ExecutionId, *, expected_blocking_reason: str = ""
+    ) -> leases.Unblocked:
+        known = self._calls.checked(execution_id)
+        expected = check.text(expected_blocking_reason, "expected_blocking_reason")
+        return leases.Unblocked(known, await self._admission.unblock(known, expected))
 
 
 def _claim_args(request: ClaimRequest, max_n: int, request_id: str | None) -> tuple[Any, ...]:
@@ -290,11 +381,11 @@ def _not_reclaimable(
 
 def claim_of(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
     """One claim from its positional form; parts that this version does not know are skipped."""
-    optional_parts = row[8] if len(row) > 8 else _NO_OPTIONAL_PARTS
+    optional_parts = (row[8] if len(row) > 8 else None) or _NO_OPTIONAL_PARTS
     if len(optional_parts) != len(_NO_OPTIONAL_PARTS):
         # Another library version may send more or fewer.
         optional_parts = (*optional_parts, *_NO_OPTIONAL_PARTS)[: len(_NO_OPTIONAL_PARTS)]
-    attempt_type, tags, namespace, timeout, deadline, cause, flow_id, inputs = optional_parts
+    attempt_type, tags, namespace, timeout, deadline, cause, flow_id, inputs, quota = optional_parts
     return Claim(
         handle=Handle(
             execution_id=ExecutionId.trusted(row[0].decode()),
@@ -317,6 +408,7 @@ def claim_of(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
         resume_cause=None if cause is None else _cause(cause),
         flow_id=None if flow_id is None else flow_id.decode(),
         inputs=NO_INPUTS if inputs is None else inputs_of(inputs),
+        quota_policy_id=None if quota is None else quota.decode(),
     )
 
 
@@ -330,12 +422,17 @@ def _pairs(flat: Sequence[bytes]) -> dict[str, str]:
     return {flat[i].decode(): flat[i + 1].decode() for i in range(0, len(flat), 2)}
 
 
+def _offered_by(request: ClaimRequest) -> str:
+    spaces = request.namespaces
+    return request.capabilities if spaces is None else " ".join((request.capabilities, *spaces))
+
+
 def claim_args(request: ClaimRequest, max_n: int, request_id: str) -> tuple[Any, ...]:
     """The claim arguments; lease and attempt ids are derived from the request id."""
     return (
         request.lane_id,
         f"{request.worker_id} {request.worker_instance_id}",
-        request.capabilities,
+        _offered_by(request),
         request.lease_ttl_ms,
         max_n,
         request_id[:32],
@@ -345,10 +442,33 @@ def claim_args(request: ClaimRequest, max_n: int, request_id: str) -> tuple[Any,
 
 
 def _claimed(request: ClaimRequest, reply: Sequence[Any]) -> ClaimedMany:
-    rows, remaining, *more = reply
-    # An older library does not name the tasks that it left to others.
-    unknown = tuple(map(text, more[0])) if more and more[0] else ()
-    return ClaimedMany(read_claims(request, rows), int(remaining), unknown)
+    rows, remaining, unknown, *more = reply
+    left = int(remaining)
+    return ClaimedMany(
+        read_claims(request, rows),
+        max(0, left),
+        tuple(map(text, unknown)) if unknown else (),
+        tuple(map(_candidate, more[-1])) if more and more[-1] else (),
+        draining=left < 0,
+    )
+
+
+def _candidate(row: Sequence[Any]) -> Candidate:
+    execution_id, budgets, quota, score = row
+    return Candidate(
+        ExecutionId.trusted(text(execution_id)),
+        () if budgets is None else tuple(text(budgets).split(",")),
+        None if quota is None else text(quota),
+        int(score),
+    )
+
+
+def _observe_waits(meter: metrics.Meter, rows: Sequence[Any], lane: str, ttl: int) -> None:
+    """How long each execution could have been claimed before it was."""
+    for row in rows:
+        if len(row) > 9:
+            waited_ms = int(row[7]) - ttl - int(row[9])
+            meter.observe("ff_claim_wait_seconds", max(0, waited_ms) / 1000, lane)
 
 
 def read_claims(request: ClaimRequest, rows: Sequence[Any]) -> list[Claim]:
@@ -367,6 +487,9 @@ def read_claims(request: ClaimRequest, rows: Sequence[Any]) -> list[Claim]:
                 problem,
                 extra={"action": "claim_unreadable", "execution_id": subject},
             )
+    if (meter := metrics.active()) is not None:
+        with contextlib.suppress(LookupError, TypeError, ValueError):
+            _observe_waits(meter, rows, lane, ttl)
     if problem is not None and not claims:
         raise problem
     return claims

@@ -1,22 +1,29 @@
-"""Open a backend; the only module of this package that the layers above import."""
+"""Open a backend on Valkey, and start the embedded server. Callers use `engine/connect.py`."""
 
 import asyncio
 import os
+import socket
 import threading
-from collections.abc import Generator
-from contextlib import aclosing, contextmanager
+from collections.abc import Mapping
+from contextlib import aclosing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from flowfabric.core.errors import ConfigError, FlowFabricError
+from flowfabric.core.environment import invalid
+from flowfabric.core.errors import BackendNotBuilt, ConfigError, FlowFabricError
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.text import shown
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.meta import Finding, Grade, ok, warning
 from flowfabric.engine.valkey import meta
 from flowfabric.engine.valkey.backend import ValkeyBackend, check_settings
-from flowfabric.engine.valkey.boot import configured_counts, join, read_counts
+from flowfabric.engine.valkey.boot import (
+    configured_counts,
+    configured_lanes,
+    join,
+    read_counts,
+)
 from flowfabric.valkey.address import Address, from_env, from_url, parse_url
 from flowfabric.valkey.connect import connect
 from flowfabric.valkey.project_folder import NO_SERVER, data_folder
@@ -29,6 +36,7 @@ if TYPE_CHECKING:
 
 Place: TypeAlias = Address | str
 """An address or its url."""
+_BACKENDS: Final = ("valkey", "postgres", "sqlite")
 _DATA_FILES: Final = ("appendonlydir", "valkey.sock")
 
 
@@ -38,6 +46,28 @@ async def open_backend(
     """A backend on the deployment at an address or url; with `prepare_with`, sets it up first."""
     address = from_url(place) if isinstance(place, str) else place
     return await ValkeyBackend.connect(address, name=name, prepare_with=prepare_with)
+
+
+def check_environment() -> None:
+    """Raise `ConfigError` for a wrong setting of a process that sets up a deployment."""
+    check_settings()
+    from_env(os.environ)
+
+
+def check_backend(environ: Mapping[str, str]) -> None:
+    """Raise `ConfigError` if `FF_BACKEND` names another store than this one."""
+    text = environ.get("FF_BACKEND", "")
+    name = text.strip().lower() or "valkey"
+    if name not in _BACKENDS:
+        raise invalid("FF_BACKEND", f"must be one of {', '.join(_BACKENDS)}, not {text!r}")
+    if name != "valkey":
+        problem = f"invalid value for FF_BACKEND: this version has no {name} backend; use valkey"
+        raise BackendNotBuilt("environment", problem)
+
+
+def configured_layout() -> tuple[list[str], PartitionCounts]:
+    """The lanes and the partition counts that the environment sets; connects to nothing."""
+    return configured_lanes(), configured_counts()
 
 
 def check_url(url: str) -> None:
@@ -94,11 +124,15 @@ def store_secret(secret: str) -> None:
     replace_folder_secret(data_folder(), secret)
 
 
-class ServerLocation:
-    """Opens backends on the deployment of a url, or of the environment; starts an embedded one."""
+class ValkeyLocation:
+    """Opens backends on the Valkey of a url, or of the environment; starts an embedded one."""
 
-    def __init__(self, url: str | None = None) -> None:
-        self._address = from_url(url) if url else from_env(os.environ)
+    def __init__(self, place: Place | None = None) -> None:
+        check_backend(os.environ)
+        if isinstance(place, Address):
+            self._address: Address | None = place
+        else:
+            self._address = from_url(place) if place else from_env(os.environ)
         self._server: EmbeddedServer | None = None
         self._closings = 0
         self._lock = threading.Lock()
@@ -112,15 +146,6 @@ class ServerLocation:
     def peer(self) -> str:
         """The deployment's name in messages, without any secret."""
         return "embedded Valkey" if self._address is None else self._address.peer
-
-    @contextmanager
-    def redirected(self, address: Address) -> Generator[None]:
-        """Open backends at another address until the block ends."""
-        before, self._address = self._address, address
-        try:
-            yield
-        finally:
-            self._address = before
 
     async def address(self) -> Address:
         """The deployment's address; starts or joins the embedded server if there is no other."""
@@ -141,6 +166,12 @@ class ServerLocation:
                 self._server = server
                 return
         server.release()
+
+    async def open_server(self) -> Backend:
+        """A backend for a server process; `doctor` finds it by the name of its connections."""
+        host = "".join(c for c in socket.gethostname() if c.isascii() and c.isprintable())
+        name = f"{meta.SERVER_NAME}{host.replace(' ', '')}:{os.getpid()}"
+        return await self.open(name=name, prepare=True)
 
     async def open(self, *, name: str = "flowfabric", prepare: bool = False) -> Backend:
         """A backend in the running event loop; the embedded deployment is always prepared."""

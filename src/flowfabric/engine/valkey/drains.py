@@ -8,6 +8,7 @@ from typing import Any
 from flowfabric.core.contracts.flows import CascadeCounts
 from flowfabric.core.errors import EngineError
 from flowfabric.core.forks import forget_on_fork
+from flowfabric.engine import metrics
 from flowfabric.engine.valkey.calls import FunctionCalls
 
 log = logging.getLogger(__name__)
@@ -29,8 +30,12 @@ class CascadeDrains:
 
     def note(self, tag: str, told: Sequence[Any]) -> None:
         """Continue if the end of a reply says that something is left."""
-        if told and told[0] is not None and told[0][_PENDING]:
+        if not told or told[0] is None:
+            return
+        if told[0][_PENDING]:
             self.drain(tag)
+        _count_resolved("inline", told[0][0])
+        _count_hops(told[0][1])
 
     def told(self, tag: str, told: Sequence[Any]) -> CascadeCounts | None:
         """What the end of a reply says that its call did for other members; None if nothing."""
@@ -45,11 +50,12 @@ class CascadeDrains:
 
         async def step() -> bool:
             reply = await self._calls.fcall("ff_drain_cascade", tag, ("0",), op="drain_cascade")
+            _count_resolved("drain", reply[2])
             if reply[7] and self.deliver is not None:
                 return await self.deliver(tag) > 0
             return reply[6] == 1 and any(reply[2:6])
 
-        self._start(tag, step)
+        self.start(tag, step)
 
     def cancel(self, tag: str, flow_id: str) -> None:
         """Cancel members of a cancelled flow until none is left."""
@@ -60,9 +66,10 @@ class CascadeDrains:
             )
             return reply[4] > 0
 
-        self._start(flow_id, step)
+        self.start(flow_id, step)
 
-    def _start(self, name: str, step: Step) -> None:
+    def start(self, name: str, step: Step) -> None:
+        """Repeat a step in the background until it returns False; one task per name."""
         if self._closed:
             return
         if name in self._tasks:
@@ -82,6 +89,11 @@ class CascadeDrains:
             self._tasks.pop(name, None)
             self._again.discard(name)
 
+    async def finish(self) -> None:
+        """Wait until nothing is left to do."""
+        while tasks := list(self._tasks.values()):
+            await asyncio.wait(tasks)
+
     async def aclose(self) -> None:
         """Stop; what is left stays stored."""
         self._closed = True
@@ -95,3 +107,14 @@ class CascadeDrains:
         """In a forked child: the parent's tasks stay the parent's."""
         self._tasks = {}
         self._again = set()
+
+
+def _count_hops(promoted: int) -> None:
+    """Members that the call which ended their upstream released, at once."""
+    if promoted and (meter := metrics.active()) is not None:
+        meter.observe("ff_dag_hop_seconds", 0.0, times=promoted)
+
+
+def _count_resolved(path: str, edges: int) -> None:
+    if edges and (meter := metrics.active()) is not None:
+        meter.count("ff_cascade_resolved_total", path, by=edges)

@@ -85,5 +85,5 @@ def check_secret_file(folder: Path) -> list[Finding]:
     if not mode & 0o077:
         return [ok("secret file", "readable only by its owner")]
     detail = f"other users of this machine may read {path} (mode {mode:04o}) and forge tokens"
-    advice = f"run `chmod 600 {path}`, then `flowfabric rotate-secret` with a new secret"
+    advice = f"run `chmod 600 {path}`, then `flowfabric rotate-secret`"
     return [warning("secret file", detail, advice)]

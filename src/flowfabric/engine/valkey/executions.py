@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.core import graph as graphs
 from flowfabric.core.contracts import executions
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.leases import Handle
@@ -16,18 +15,30 @@ from flowfabric.core.tags import validate_tags
 from flowfabric.core.text import FAILURE_REASON_LIMIT
 from flowfabric.engine.api import check
 from flowfabric.engine.api import executions as api
-from flowfabric.engine.valkey.calls import FunctionCalls, at_once, decoding, proof, refused, text
+from flowfabric.engine.valkey.calls import (
+    FunctionCalls,
+    at_once,
+    decoding,
+    finished,
+    proof,
+    refused,
+    text,
+)
+from flowfabric.engine.valkey.creation import packed_options
 from flowfabric.engine.valkey.drains import CascadeDrains
+from flowfabric.engine.valkey.placements import KeyedCreation, is_stale
 from flowfabric.engine.valkey.places import ValkeyPlaces, lane_limit
 
 PUBLIC: dict[bytes, PublicState] = {state.value.encode(): state for state in PublicState}
 """Public states as replies spell them."""
 Outcomes = list[EngineError | None]
+Created = list[executions.CreateOutcome | EngineError | None]
 _ENDED = {b"cancelled": executions.Cancelled}
 _INTERNAL_SOURCES = frozenset({"flow_cascade", "system_timeout"})
 _PARTS_AT_ONCE = 3
+_PARTITIONS_AT_ONCE = 8
+_PLACEMENT_TRIES = 4
 _ITEM_ARGS = 5
-_pack = msgspec.msgpack.Encoder().encode
 
 
 class ValkeyExecutions(api.Executions):
@@ -37,6 +48,7 @@ class ValkeyExecutions(api.Executions):
         self._calls = calls
         self._places = places
         self._drains = drains
+        self._keyed = KeyedCreation(calls, places.placements)
 
     async def create_execution(self, new: NewExecution) -> executions.CreateOutcome:
         check.instance(new, NewExecution, "new")
@@ -49,16 +61,47 @@ class ValkeyExecutions(api.Executions):
         self, items: Sequence[NewExecution]
     ) -> list[executions.CreateOutcome | EngineError]:
         items = [*check.listed(items, "items")]
-        outcomes: list[executions.CreateOutcome | EngineError | None] = [None] * len(items)
-        batches: dict[str, list[int]] = {}
+        outcomes: Created = [None] * len(items)
+        valid: list[int] = []
+        keyed: list[int] = []
         for position, item in enumerate(items):
             try:
-                items[position] = known = self._checked(item)
+                items[position] = self._checked(item)
             except EngineError as error:
                 outcomes[position] = error
             else:
-                batches.setdefault(known.execution_id.tag, []).append(position)
-        for tag, positions in batches.items():
+                valid.append(position)
+                if item.shards and item.idempotency_key:
+                    keyed.append(position)
+        if keyed:
+            await self._create_keyed(items, valid, keyed, outcomes)
+        else:
+            await self._create(items, valid, outcomes)
+        return outcomes  # pyright: ignore[reportReturnType]
+
+    async def _create_keyed(
+        self, items: list[NewExecution], valid: list[int], keyed: list[int], outcomes: Created
+    ) -> None:
+        """Create executions whose partitions depend on what this process knows of their lanes."""
+        lanes = {items[i].lane_id for i in keyed}
+        for _ in range(_PLACEMENT_TRIES):
+            await self._keyed.find_earlier(items, keyed, outcomes)
+            await self._create(items, [i for i in valid if outcomes[i] is None], outcomes)
+            if not any(is_stale(outcomes[i]) for i in keyed):
+                return
+            await self._places.read_placements(lanes)
+            keyed = valid = await self._keyed.place_again(items, keyed, outcomes)
+        await self._create(items, valid, outcomes)
+
+    async def _create(
+        self, items: Sequence[NewExecution], positions: list[int], outcomes: Created
+    ) -> None:
+        batches: dict[str, list[int]] = {}
+        for i in positions:
+            batches.setdefault(items[i].execution_id.tag, []).append(i)
+
+        async def create(batch: tuple[str, list[int]]) -> None:
+            tag, positions = batch
             accepted = positions
             try:
                 await self._places.register(tag, {items[i].lane_id for i in positions})
@@ -71,7 +114,11 @@ class ValkeyExecutions(api.Executions):
                 accepted = [i for i in positions if outcomes[i] is None]
             if accepted:
                 await self._create_in(tag, items, accepted, outcomes)
-        return outcomes  # pyright: ignore[reportReturnType]
+
+        if len(batches) == 1:
+            await create(*batches.items())
+        else:
+            await finished(_PARTITIONS_AT_ONCE, create, batches.items())
 
     def _checked(self, item: Any) -> NewExecution:
         if type(item) is not NewExecution:
@@ -89,7 +136,7 @@ class ValkeyExecutions(api.Executions):
         self, tag: str, items: Sequence[NewExecution], positions: list[int], outcomes: list[Any]
     ) -> None:
         """Create executions of one partition; the next part is packed while the server works."""
-        options = {i: _options(items[i]) for i in positions}
+        options = {i: packed_options(items[i]) for i in positions}
 
         async def create(part: list[int]) -> None:
             args: list[Any] = [b""]
@@ -367,56 +414,6 @@ class ValkeyExecutions(api.Executions):
             lambda reply: int(reply[2]),
             op="set_execution_tags",
         )
-
-
-def _options(item: NewExecution) -> bytes:
-    options = creation_options(item)
-    if item.flow_id is not None:
-        options |= _membership(item.flow_id, item)
-    return _pack(options) if options else b""
-
-
-def creation_options(item: NewExecution) -> dict[str, Any]:
-    """What differs from the defaults; nothing else is sent."""
-    options: dict[str, Any] = {}
-    if item.namespace != "default":
-        options["ns"] = item.namespace
-    if item.lane_id != "default":
-        options["lane"] = item.lane_id
-    if item.priority is not None:
-        options["prio"] = max(0, min(9000, item.priority))
-    if item.policy is not None:
-        options["policy"] = api.policy_json(item.policy)
-    if item.idempotency_key:
-        options["idem"] = item.idempotency_key
-        if item.idempotency_digest:
-            options["digest"] = item.idempotency_digest.hex()
-    if item.tags:
-        options["tags"] = [part for pair in item.tags.items() for part in pair]
-    if item.delay_until is not None:
-        options["delay"] = check.clamped(item.delay_until)
-    if item.delay_ms is not None:
-        options["delay_in"] = check.clamped(item.delay_ms)
-    if item.execution_deadline_at is not None:
-        options["deadline"] = check.clamped(item.execution_deadline_at)
-    if item.creator_identity:
-        options["creator"] = item.creator_identity
-    return options
-
-
-def _membership(flow_id: str, item: NewExecution) -> dict[str, Any]:
-    options: dict[str, Any] = {"flow": flow_id}
-    if item.depends_on:
-        options["deps"] = [
-            [
-                *(graphs.dependency_id(flow_id, item.execution_id, each), each.upstream.uuid),
-                *(graphs.KINDS[each.kind], each.input_name, each.data_passing_ref),
-            ]
-            for each in item.depends_on
-        ]
-        if any(each.input_name for each in item.depends_on):
-            options["named"] = True
-    return options
 
 
 def _creation_outcome(

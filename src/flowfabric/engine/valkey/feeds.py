@@ -24,6 +24,7 @@ _GRACE_S = 2.0
 _POLL_S = 0.05
 _ALL_AT_ONCE = 1024
 _LIST_EVERY_S = 1.0
+_WORKERS = "worker:"
 _GROUPS = "{fp:0}"
 """Where the members of groups are registered."""
 Entry = tuple[bytes, Sequence[bytes]]
@@ -54,12 +55,20 @@ _NAMES = {
     "cr": "close_reason",
     "fs": "state",
     "cp": "cancellation_policy",
+    "rd": "reason_detail",
+    "q": "quota_policy_id",
+    "requests_per_window_seconds": "window_seconds",
+    "active_concurrency_cap": "max_concurrent",
 }
 _ENDS = (b"completion", b"flow_finished")
 _COMMON = frozenset({"t", "at", "id", "ns", "l", "k"})
 _PAIRS = {"L": ("lease_id", "lease_epoch"), "A": ("attempt_id", "attempt_index")}
 _NUMBERS = frozenset(
-    {"delay_until", "old_lease_epoch", "replay_count", "old_priority", "new_priority"}
+    {
+        *("delay_until", "old_lease_epoch", "replay_count", "old_priority", "new_priority"),
+        *("current_usage", "hard_limit", "next_reset_at", "reset_count"),
+        *("window_seconds", "max_requests_per_window", "max_concurrent", "jitter_ms"),
+    }
 )
 
 
@@ -125,24 +134,45 @@ class _FeedLink:
 
 
 class ValkeyFeeds:
+    answers_in_order = True
+
     def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
         self._calls = calls
         self._places = places
         self._used: tuple[float, list[str]] | None = None
+        self._others: tuple[float, list[str]] | None = None
+        self._registries: tuple[float, list[str]] | None = None
 
     @property
     def waits_across_feeds(self) -> bool:
         # A blocking read cannot span the slots of a cluster.
         return not self._calls.transport.is_cluster
 
-    async def partition_feeds(self) -> Sequence[str]:
-        count = self._calls.counts.flow
-        if count <= _ALL_AT_ONCE and self.waits_across_feeds:
-            return [f"fp:{number}" for number in range(count)]
+    async def partition_feeds(self, *, of_operators: bool = False) -> Sequence[str]:
+        counts = self._calls.counts
+        of_others = [f"b:{number}" for number in range(counts.budget)]
+        of_others += [f"q:{number}" for number in range(counts.quota)]
+        if counts.flow <= _ALL_AT_ONCE and self.waits_across_feeds:
+            found = [f"fp:{number}" for number in range(counts.flow)]
+            return found + of_others if of_operators else found
         if self._used is None or time.monotonic() - self._used[0] > _LIST_EVERY_S:
             used = [f"fp:{number}" for number in await self._places.partitions_in_use()]
             self._used = time.monotonic(), used
-        return self._used[1]
+        return self._used[1] + (await self._written(of_others) if of_operators else [])
+
+    async def _written(self, feeds: Sequence[str]) -> list[str]:
+        """The feeds that have entries: a poll of all would cost a command each."""
+        if self._others is None or time.monotonic() - self._others[0] > _LIST_EVERY_S:
+            states = await asyncio.gather(*map(self._info, feeds))
+            found = [feed for feed, state in zip(feeds, states, strict=True) if state is not None]
+            self._others = time.monotonic(), found
+        return self._others[1]
+
+    async def worker_feeds(self) -> Sequence[str]:
+        if self._registries is None or time.monotonic() - self._registries[0] > _LIST_EVERY_S:
+            names = await self._places.namespaces_in_use()
+            self._registries = time.monotonic(), [f"{_WORKERS}{name}" for name in names]
+        return self._registries[1]
 
     async def clock_ms(self) -> int:
         clocks: dict[str, Any] = await self._calls.transport.call_all_primaries("TIME")
@@ -221,11 +251,11 @@ class ValkeyFeeds:
 
 
 def _tag(feed: str) -> str:
-    return f"{{{feed.removeprefix('worker:')}}}"
+    return f"{{{feed.removeprefix(_WORKERS)}}}"
 
 
 def _key(feed: str) -> str:
-    return keys.worker_events(_tag(feed)) if feed.startswith("worker:") else keys.events(_tag(feed))
+    return keys.worker_events(_tag(feed)) if feed.startswith(_WORKERS) else keys.events(_tag(feed))
 
 
 def _state(raw: Mapping[bytes, Any], maxlen: int) -> FeedState:
@@ -283,13 +313,14 @@ def decode_entry(feed: str, entry_id: bytes, flat: Sequence[bytes]) -> Event:
     about = stored.maybe_text("id")
     default = None if about is None else "default"
     of_flow = "default" if "flow_id" in fields else None
+    of_worker = feed.removeprefix(_WORKERS) if feed.startswith(_WORKERS) else None
     written_at = event_id.rpartition("/")[2].partition("-")[0].encode()
     return Event(
         event_id,
         kind,
         Stored(stored.context, {"at": stored.fields.get("at") or written_at}).number("at"),
         None if about is None else stored_id(about, stored.context),
-        stored.maybe_text("ns") or default or of_flow,
+        stored.maybe_text("ns") or default or of_flow or of_worker,
         stored.maybe_text("l") or default,
         None if about is None else stored.text("k"),
         fields,

@@ -9,7 +9,7 @@ from flowfabric.core.contracts import flows
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.flows import GraphNode, JoinAll, JoinPolicy
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.valkey.executions import creation_options
+from flowfabric.engine.valkey.creation import creation_options
 from flowfabric.engine.valkey.pages import chunks
 
 # What one call writes, so that the server does nothing else for a few milliseconds only.

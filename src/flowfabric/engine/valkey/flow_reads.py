@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from flowfabric.core.contracts import ListingPage, flows
-from flowfabric.core.errors import NotFoundError, TimeoutError_, ValidationError
+from flowfabric.core.errors import NotFoundError, ValidationError
 from flowfabric.core.graph import SUBFLOW
 from flowfabric.core.ids import ExecutionId, validate_uuid
 from flowfabric.core.state import (
@@ -18,6 +18,7 @@ from flowfabric.core.stored import Stored, stored_text
 from flowfabric.engine.api import check
 from flowfabric.engine.api import flows as api
 from flowfabric.engine.api.events import Events
+from flowfabric.engine.events.flow_waits import wait_flow
 from flowfabric.engine.valkey import flow_records, keys
 from flowfabric.engine.valkey.calls import FunctionCalls, at_once, text
 from flowfabric.engine.valkey.drains import CascadeDrains
@@ -93,26 +94,13 @@ class FlowReads:
         return None if value is None else stored_text(value, place, "tags")
 
     async def wait_flow(self, flow_id: str, timeout: float | None = None) -> flows.FlowState:
-        tag = self._tag(flow_id)
-        limit = None if timeout is None else check.seconds(timeout, "timeout")
-        state: flows.FlowState | None = None
-
-        async def has_finished() -> bool:
-            nonlocal state
+        async def finished_state() -> flows.FlowState | None:
             stored = await self._record(flow_id)
             if stored is None:
                 raise NotFoundError("flow_not_found", flow_id, op="wait_flow")
-            state = flow_records.finished_state(stored)
-            return state is not None
+            return flow_records.finished_state(stored)
 
-        try:
-            async with asyncio.timeout(limit):
-                while state is None:
-                    await self._events.wait_for(tag, flow_id, has_finished)
-        except TimeoutError:
-            told = f"flow {flow_id} did not finish within {limit:g} s"
-            raise TimeoutError_("timeout", told, op="wait_flow") from None
-        return state
+        return await wait_flow(self._events, self._tag(flow_id), flow_id, finished_state, timeout)
 
     async def list_flows(
         self,

@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
+import msgspec
+
 from flowfabric.core.contracts import flows
 from flowfabric.core.contracts.flows import AnyOf, JoinAll, JoinPolicy, Quorum
 from flowfabric.core.ids import ExecutionId
@@ -25,6 +27,13 @@ _DECIDED = {"p": "pending", "s": "satisfied", "i": "impossible"}
 _ENDED = ("completed", "failed", "cancelled", "expired", "skipped")
 _FAILED = ("failed", "cancelled", "expired")
 _BLOCKED = ("suspended", "delayed", "rate_limited", "waiting_children")
+_STATES_COUNTED = tuple(state.value for state in PublicState if state != PublicState.RESUMABLE)
+COUNTERS = (
+    *("changes", "live", "kept", "node_count", "edge_count", "graph_revision"),
+    *(f"members_{state}" for state in _STATES_COUNTED),
+)
+"""What the counters of a flow count, in their stored order."""
+_unpack = msgspec.msgpack.Decoder(list[int]).decode
 
 
 def join_of(stored: Stored) -> JoinPolicy:
@@ -92,12 +101,19 @@ def derived_state(members: Mapping[str, int]) -> flows.FlowState:
     return "blocked" if any(members.get(state) for state in _BLOCKED) else "open"
 
 
-def _counted(stored: Stored) -> dict[str, int]:
-    return {
-        state.value: count
-        for state in PublicState
-        if (count := stored.number(f"members_{state.value}", 0))
-    }
+def _counters(stored: Stored) -> dict[str, int]:
+    """The counters by name; all are 0 before the flow has members."""
+    if not stored.is_set("counters"):
+        return dict.fromkeys(COUNTERS, 0)
+    try:
+        return dict(zip(COUNTERS, _unpack(stored.fields["counters"]), strict=True))
+    except (ValueError, TypeError):
+        raise stored.corrupt("counters", "are not counters") from None
+
+
+def _members(counters: Mapping[str, int]) -> dict[str, int]:
+    """How many members are in each state that some are in."""
+    return {state: count for state in _STATES_COUNTED if (count := counters[f"members_{state}"])}
 
 
 def is_shown(stored: Stored) -> bool:
@@ -107,12 +123,19 @@ def is_shown(stored: Stored) -> bool:
 
 def finished_state(stored: Stored) -> flows.FlowState | None:
     """What a finished flow ended as; None while members are left."""
-    return derived_state(_counted(stored)) if stored.is_set("finished_at") else None
+    return derived_state(_members(_counters(stored))) if stored.is_set("finished_at") else None
+
+
+def _is_held(stored: Stored) -> bool:
+    """Whether the members wait for a release; those of a subflow may wait for its parent alone."""
+    owned = stored.is_set("awaits_parent") and not stored.is_set("hold")
+    return stored.is_set("held_from") and not owned
 
 
 def flow_listing(flow_id: str, stored: Stored) -> flows.FlowListing:
     """One row of a listing from the flow's record."""
-    members = _counted(stored)
+    counters = _counters(stored)
+    members = _members(counters)
     state = derived_state(members)
     status: flows.FlowStatus = "active"
     if stored.is_set("cancelled_at"):
@@ -122,14 +145,14 @@ def flow_listing(flow_id: str, stored: Stored) -> flows.FlowListing:
     return flows.FlowListing(
         flow_id=flow_id,
         flow_kind=stored.text("flow_kind"),
-        namespace=stored.text("namespace"),
+        namespace=stored.text("namespace", "default"),
         created_at=stored.number("created_at"),
         public_flow_state="cancelled" if stored.is_set("cancelled_at") else "open",
         derived_state=state,
         status=status,
-        node_count=stored.number("node_count"),
+        node_count=counters["node_count"],
         ended_count=sum(members.get(ended, 0) for ended in _ENDED),
-        held=stored.is_set("held_from"),
+        held=_is_held(stored),
         finished_at=stored.maybe_number("finished_at"),
     )
 
@@ -141,20 +164,22 @@ def flow_snapshot(
     joins: tuple[flows.JoinSnapshot, ...],
 ) -> flows.FlowSnapshot:
     """The whole flow from its record."""
-    members = _counted(stored)
+    counters = _counters(stored)
+    members = _members(counters)
     return flows.FlowSnapshot(
         flow_id=flow_id,
         flow_kind=stored.text("flow_kind"),
-        namespace=stored.text("namespace"),
+        namespace=stored.text("namespace", "default"),
         public_flow_state="cancelled" if stored.is_set("cancelled_at") else "open",
         derived_state=derived_state(members),
-        graph_revision=stored.number("graph_revision"),
-        node_count=stored.number("node_count"),
-        edge_count=stored.number("edge_count"),
+        graph_revision=counters["graph_revision"],
+        node_count=counters["node_count"],
+        edge_count=counters["edge_count"],
         created_at=stored.number("created_at"),
         last_mutation_at=stored.number("last_mutation_at"),
         members=members,
-        held=stored.is_set("held_from"),
+        held=_is_held(stored),
+        awaits_parent=stored.is_set("awaits_parent"),
         finished_at=stored.maybe_number("finished_at"),
         cancelled_at=stored.maybe_number("cancelled_at"),
         cancel_reason=stored.maybe_text("cancel_reason"),

@@ -19,7 +19,7 @@ from flowfabric.core.errors import (
     invalid_input,
 )
 from flowfabric.core.ids import ExecutionId, validate_namespace, validate_text, validate_uuid
-from flowfabric.core.tags import validate_tags
+from flowfabric.core.tags import TRACE_TAG, validate_tags
 from flowfabric.engine.api import check
 from flowfabric.engine.api import flows as api
 from flowfabric.engine.api.executions import check_new
@@ -84,7 +84,7 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         header |= {
             "kind": graph.flow_kind,
             "ns": graph.namespace,
-            "digest": sha256(_digest(graph) + parent).hexdigest()[:32],
+            "digest": sha256(_digest(_untraced(graph)) + parent).hexdigest()[:32],
             "hold": graph.hold,
         }
         if graph.tags:
@@ -214,12 +214,13 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         return flows.Spawned(int(reply[3]), ids, reply[2] == b"moved", cascade)
 
     async def _namespace(self, tag: str, flow_id: str) -> str:
-        stored = await self._calls.read(
-            f"flow {flow_id}", "HGET", keys.flow(tag, flow_id), "namespace"
+        fields = ("flow_kind", "namespace")
+        kind, namespace = await self._calls.read(
+            f"flow {flow_id}", "HMGET", keys.flow(tag, flow_id), *fields
         )
-        if stored is None:
+        if kind is None:
             raise NotFoundError("flow_not_found", flow_id)
-        return text(stored)
+        return "default" if namespace is None else text(namespace)
 
     @staticmethod
     def _edge(flow_id: str, tag: str, edge: GraphEdge) -> list[str]:
@@ -376,3 +377,14 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         return await self._calls.ask(
             "ff_set_flow_tags", self._tag(flow_id), args, lambda reply: int(reply[2])
         )
+
+
+def _untraced(graph: FlowGraph) -> FlowGraph:
+    """The graph without trace contexts, which differ when it is submitted again."""
+    if not graph.nodes or TRACE_TAG not in graph.nodes[0].tags:
+        return graph
+    nodes = (
+        msgspec.structs.replace(node, tags={k: v for k, v in node.tags.items() if k != TRACE_TAG})
+        for node in graph.nodes
+    )
+    return msgspec.structs.replace(graph, nodes=tuple(nodes))

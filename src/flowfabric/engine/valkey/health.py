@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable
 from typing import Any
 
 from flowfabric.core.errors import EngineError
@@ -45,10 +44,13 @@ Facts = dict[str, dict[str, str]]
 
 async def health_findings(transport: Transport) -> list[Finding]:
     """Check every primary; skip what a server does not show."""
-    settings, facts = await asyncio.gather(
-        _shown(_settings(transport, "maxmemory-policy", "appendonly", "appendfsync")),
-        _shown(server_facts(transport, "memory", "persistence", "replication")),
+    # No wrapper around the coroutines: cancelled before it starts, it would never await them.
+    read = await asyncio.gather(
+        _settings(transport, "maxmemory-policy", "appendonly", "appendfsync"),
+        server_facts(transport, "memory", "persistence", "replication"),
+        return_exceptions=True,
     )
+    settings, facts = map(_shown, read)
     findings = [_eviction(settings)]
     if settings:
         findings.append(_persistence(settings))
@@ -143,13 +145,15 @@ async def _clock(transport: Transport) -> Finding:
     return broken("clock", detail, advice)
 
 
-async def _shown(read: Awaitable[Facts]) -> Facts:
-    try:
-        return await read
-    except EngineError as error:
+def _shown(read: Facts | BaseException) -> Facts:
+    """What was read; nothing if the server does not show it."""
+    if isinstance(read, EngineError):
         # Managed servers often forbid CONFIG.
-        log.debug("the server does not show its settings or its state: %s", error)
+        log.debug("cannot read the settings or the state of the server: %s", read)
         return {}
+    if isinstance(read, BaseException):
+        raise read
+    return read
 
 
 async def _settings(transport: Transport, *names: str) -> Facts:

@@ -2,19 +2,22 @@
 
 from collections.abc import Callable
 
-from flowfabric.core.capabilities import task_token
-
 CONFIG_PARTITIONS = "ff:config:partitions"
 LANES = "ff:idx:lanes"
 LANES_TAG = f"{{{LANES}}}"
 PLACES = f"ff:idx:{LANES_TAG}:places"
+PLACEMENTS = f"ff:idx:{LANES_TAG}:placements"
 """Which lanes are in use in which partitions; in the slot of the lane registry."""
 NAMESPACES = "ff:idx:namespaces"
+DRAINS = "ff:idx:drains"
+"""Namespaces in which workers are being drained."""
 PARTITIONS = "ff:idx:partitions"
 """Flow partitions that hold or held work; scanners visit no others."""
 LEADERS_TAG = "{scanners}"
+LEADER_REPORT = f"ff:leader:{LEADERS_TAG}:report"
+"""What the process that runs all scanners reports about them."""
 _WAKE = "ff:wake:"
-_OF_TASK = "\x1f"
+_BELL_MARK = "\x1f"
 """Lane names have no control characters."""
 
 
@@ -143,14 +146,64 @@ def reclaimable(tag: str, lane_id: str, signature: str = "") -> str:
     return lane(tag, lane_id, f"reclaimable:{signature}" if signature else "reclaimable")
 
 
+def budget(tag: str, budget_id: str) -> str:
+    """The definition of a budget, whose tag is `{b:M}`."""
+    return f"ff:budget:{tag}:{budget_id}"
+
+
+def budget_part(tag: str, budget_id: str, part: str) -> str:
+    """What a budget counts, and who holds or waits for it."""
+    return f"{budget(tag, budget_id)}:{part}"
+
+
+def ledger(tag: str, budget_id: str, execution_id: str) -> str:
+    """What one execution spent of a budget."""
+    return budget_part(tag, budget_id, f"by_exec:{execution_id}")
+
+
+def usage_mark(tag: str, budget_id: str, key: str) -> str:
+    """That usage was counted under a key, for a while."""
+    return f"ff:usagededup:{tag}:{budget_id}:{key}"
+
+
+def settled(tag: str, budget_id: str, reservation_id: str) -> str:
+    """That a reservation ended, for a while."""
+    return f"ff:settled:{tag}:{budget_id}:{reservation_id}"
+
+
 def events(tag: str) -> str:
     """The partition's event feed."""
     return f"ff:part:{tag}:events"
 
 
+def quota(tag: str, quota_policy_id: str) -> str:
+    """A quota policy; its tag is `{q:K}`."""
+    return f"ff:quota:{tag}:{quota_policy_id}"
+
+
+def quota_slots(tag: str, quota_policy_id: str) -> str:
+    """Executions with a slot, and when it ends."""
+    return f"{quota(tag, quota_policy_id)}:admitted_set"
+
+
+def quota_blocked(tag: str, quota_policy_id: str) -> str:
+    """Executions that may wait for the policy, by the time since when."""
+    return f"{quota(tag, quota_policy_id)}:blocked"
+
+
 def workers(tag: str) -> str:
     """The registered worker processes of a namespace, which is their tag."""
     return index(tag, "workers")
+
+
+def drains(tag: str) -> str:
+    """The worker processes of a namespace that are being drained, by the end of that."""
+    return index(tag, "drains")
+
+
+def worker_leases(tag: str, instance: str) -> str:
+    """The executions of a partition that a worker process holds."""
+    return index(tag, f"worker:{instance}:leases")
 
 
 def worker_record(tag: str, instance: str) -> str:
@@ -173,9 +226,20 @@ def leaders(tag: str) -> str:
     return f"ff:leader:{tag}:duties"
 
 
-def bell(lane_id: str, kind: str = "") -> str:
-    """Whose ring it is: a lane's, or that of one task of it."""
-    return f"{lane_id}{_OF_TASK}{task_token(kind)}" if kind else lane_id
+def bell(lane_id: str, signature: str = "") -> str:
+    """Whose ring it is: that of a lane, or of the work in it with a signature."""
+    return f"{lane_id}{_BELL_MARK}{signature}" if signature else lane_id
+
+
+def bell_parts(name: str) -> tuple[str, str]:
+    """The lane and the signature of a bell."""
+    lane_id, _, signature = name.partition(_BELL_MARK)
+    return lane_id, signature
+
+
+def ear(listener: str) -> str:
+    """Where a listener hears of bells that it does not know yet."""
+    return f"{_WAKE}{_BELL_MARK}{listener}"
 
 
 def wake(place: str) -> str:
@@ -188,6 +252,11 @@ def wake_tag(channel: str) -> str:
     return channel.removeprefix(_WAKE)
 
 
-def lane_config(lane_id: str) -> str:
-    """The lane's settings; each partition keeps a copy."""
-    return f"ff:lane:{lane_id}:config"
+def lane_config(tag: str, lane_id: str) -> str:
+    """The lane's settings, in the slot of the lane registry; each partition keeps a copy."""
+    return f"ff:lane:{tag}:{lane_part(lane_id)}:config"
+
+
+def note(name: str) -> str:
+    """A small value that server processes share."""
+    return f"ff:http:{name}"

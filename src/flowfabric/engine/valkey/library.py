@@ -16,9 +16,9 @@ from flowfabric.core.errors import TransportError, UnavailableError
 from flowfabric.valkey.transport import Ask, Transport
 
 log = logging.getLogger(__name__)
-LIBRARY_VERSION = 28
+LIBRARY_VERSION = 38
 """Rises whenever a function's arguments, reply or the set of names change."""
-MIN_CLIENT = 28
+MIN_CLIENT = 38
 """The oldest library version whose callers this library still serves."""
 _EVENTS_MAXLEN = 10_000
 _CASCADE_UNITS = 128
@@ -239,12 +239,14 @@ async def ensure_library(
         except TransportError as error:
             if loop.time() > last or error.kind not in _TRANSIENT_KINDS:
                 raise
-            log.warning("function library not loaded yet, retrying: %s", error)
+            extra = {"action": "library_not_loaded", "error": str(error)}
+            log.warning("function library not loaded yet, retrying: %s", error, extra=extra)
             await asyncio.sleep(_LOAD_PAUSE)
             found = None
             continue
         if loaded:
-            log.info("function library version %s loaded", LIBRARY_VERSION)
+            extra = {"action": "library_loaded", "version": LIBRARY_VERSION}
+            log.info("function library version %s loaded", LIBRARY_VERSION, extra=extra)
         return loaded
 
 

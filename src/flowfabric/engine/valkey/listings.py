@@ -2,15 +2,17 @@
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from flowfabric.core.capabilities import signature_parts
 from flowfabric.core.contracts.executions import ExecutionPage, ExecutionSummary
 from flowfabric.core.errors import ValidationError
 from flowfabric.core.ids import ExecutionId, is_execution_id, validate_lane, validate_lanes
 from flowfabric.core.text import lossless, raw
 from flowfabric.engine.api import check
 from flowfabric.engine.api.reads import Filter, Listings
+from flowfabric.engine.api.workers import Workers, no_worker_for
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, at_once
 from flowfabric.engine.valkey.pages import Damage, given_cursor, opened, reading_cursor, sealed
@@ -24,17 +26,28 @@ _LANE_STATES = (
     *("blocked_dependencies", "blocked_budget", "blocked_quota"),
     *("blocked_route", "blocked_operator", "blocked_lane"),
 )
-# These have one index per set of required capabilities.
-_BY_SIGNATURE = {"eligible": keys.eligible, "reclaimable": keys.reclaimable}
+# These have one index per set of required capabilities. What no live worker can take waits in
+# `eligible` indexes like the rest, but is listed and counted as blocked by its route.
+_BY_SIGNATURE = {
+    "eligible": keys.eligible,
+    "reclaimable": keys.reclaimable,
+    "blocked_route": keys.eligible,
+}
+_ROUTE = "blocked_route"
 _CHUNK = 200
 _LANES_AT_ONCE = 16
 _MAX_EXAMINED = 10_000
 
+Place = tuple[str, str]
+"""The tag of a partition, and a lane."""
+LaneSignature = tuple[str, str]
+
 
 class ValkeyListings(Listings):
-    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
+    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces, workers: Workers) -> None:
         self._calls = calls
         self._places = places
+        self._workers = workers
 
     async def list_executions(
         self,
@@ -120,7 +133,8 @@ class ValkeyListings(Listings):
         given_cursor(cursor)
         validate_lane(lane_id)
         apart = await self._calls.signatures(tag, lane_id) if state in _BY_SIGNATURE else []
-        names = _indexes(tag, lane_id, state, apart)
+        untaken = await self._untaken({(tag, lane_id): apart})
+        names = _indexes(tag, lane_id, state, apart, untaken)
         limit = min(check.whole(limit, "limit"), _MAX_PAGE)
         if limit <= 0:
             return ExecutionPage(())
@@ -157,20 +171,46 @@ class ValkeyListings(Listings):
 
     async def count_lanes(self, lanes: Sequence[str]) -> dict[str, dict[str, int]]:
         found = {lane: dict.fromkeys(_LANE_STATES, 0) for lane in validate_lanes(lanes)}
-        places = (await self._places.lanes_by_partition()).items()
-        damage = Damage("count_lanes")
-
-        async def count(place: tuple[str, str]) -> None:
-            tag, lane = place
-            signatures = await self._calls.signatures(tag, lane)
-            for state in _LANE_STATES:
-                names = _indexes(tag, lane, state, signatures)
-                sizes = await damage.keep_all(self._size(name) for name in names)
-                found[lane][state] += sum(filter(None, sizes))
-
-        wanted = [(tag, lane) for tag, used in places for lane in used if lane in found]
-        await at_once(_LANES_AT_ONCE, count, wanted)
+        counted = await self.count_places(_LANE_STATES, lambda lane: lane in found)
+        for (_, lane), counts in counted.items():
+            for state, count in counts.items():
+                found[lane][state] += count
         return found
+
+    async def count_places(
+        self, states: Sequence[str], wanted: Callable[[str], bool] = lambda _: True
+    ) -> dict[tuple[str, str], dict[str, int]]:
+        """By partition and lane: how many executions of a wanted lane are in each state there."""
+        damage = Damage("count_places")
+
+        async def count(place: Place) -> dict[str, int]:
+            counts = dict[str, int]()
+            for state in states:
+                names = _indexes(*place, state, signatures[place], untaken)
+                sizes = await damage.keep_all(self._size(name) for name in names)
+                counts[state] = sum(filter(None, sizes))
+            return counts
+
+        used = (await self._places.lanes_by_partition()).items()
+        places = [(tag, lane) for tag, lanes in used for lane in lanes if wanted(lane)]
+        found = await at_once(_LANES_AT_ONCE, lambda place: self._calls.signatures(*place), places)
+        signatures: dict[Place, list[str]] = dict(zip(places, found, strict=True))
+        untaken = await self._untaken(signatures if _ROUTE in states else {})
+        counted = await at_once(_LANES_AT_ONCE, count, places)
+        return dict(zip(places, counted, strict=True))
+
+    async def _untaken(self, signatures: Mapping[Place, Sequence[str]]) -> frozenset[LaneSignature]:
+        """The lanes with those of their signatures for which there is no live worker."""
+        used = {
+            (lane, each)
+            for (_, lane), some in signatures.items()
+            for each in some
+            if signature_parts(each)[1]
+        }
+        if not used:
+            return frozenset()
+        fleet = await self._workers.list_workers(None, limit=None)
+        return frozenset(each for each in used if no_worker_for(*each, fleet))
 
     async def _size(self, name: str) -> int:
         return await self._calls.read(f"{name}: index", "ZCARD", name)
@@ -203,9 +243,20 @@ class ValkeyListings(Listings):
         return await self._calls.read(f"{tag}: all_executions", "ZRANGE", key, *bounds)
 
 
-def _indexes(tag: str, lane: str, state: str, signatures: Sequence[str]) -> list[str]:
-    """The keys that list a lane's executions in one state."""
+def _indexes(
+    tag: str,
+    lane: str,
+    state: str,
+    signatures: Sequence[str],
+    untaken: Collection[LaneSignature] = (),
+) -> list[str]:
+    """The keys that list a lane's executions in one state.
+
+    `untaken`: lanes with signatures that no live worker covers.
+    """
     apart = _BY_SIGNATURE.get(state)
+    if apart is keys.eligible:
+        signatures = [each for each in signatures if ((lane, each) in untaken) == (state == _ROUTE)]
     more = [] if apart is None else [apart(tag, lane, each) for each in signatures]
     return [keys.lane(tag, lane, state.replace("_", ":")), *more]
 

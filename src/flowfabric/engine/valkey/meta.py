@@ -2,13 +2,14 @@
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Awaitable, Callable, Sized
 from typing import Any
 
 from flowfabric.core import errors
 from flowfabric.core.ids import validate_namespace
-from flowfabric.core.partition import CollisionGrade, lane_collisions
+from flowfabric.core.partition import CollisionGrade
 from flowfabric.core.text import plural, shown
 from flowfabric.core.version import VERSION
 from flowfabric.engine.api import check
@@ -25,6 +26,9 @@ from flowfabric.valkey.connect import MINIMUM_VERSION
 from flowfabric.valkey.connect import check_server as check_version
 from flowfabric.valkey.transport import Transport
 
+SERVER_NAME = "flowfabric-server:"
+"""How the connections of server processes are named; the host and the pid follow."""
+_server_connection = re.compile(rf" name={SERVER_NAME}(\S+) ")
 _IDENTITY = api.Identity("valkey", api.Version(*VERSION), "beta")
 _SKEW_MS = 1000
 _VERSION_BUDGET_S = 1.0
@@ -130,12 +134,14 @@ async def check_deployment(
     if namespace is not None:
         validate_namespace(namespace)
     lanes = await backend.places.lanes_in_use()
+    servers = await _servers(transport)
     return [
         await _partitions(backend, transport),
         await _tokens(backend, transport),
         await _lanes(backend, transport, lanes),
-        _collisions(backend, lanes),
+        await _collisions(backend, transport, lanes),
         await _workers(backend, transport, lanes, namespace),
+        *([] if servers is None else [servers]),
         await _scanners(backend),
         await _flows(backend),
         await _indexes(backend),
@@ -193,8 +199,8 @@ async def _lanes(backend: Backend, transport: Transport, lanes: list[str]) -> Fi
     if odd is not None:
         return odd
     stopped: list[str] = []
-    for lane in lanes:
-        settings = await backend.lanes.get_lane(lane)
+    for settings in await backend.lanes.read_settings(lanes):
+        lane = settings.lane_id
         if settings.state != "active":
             reason = f" ({settings.reason})" if settings.reason else ""
             stopped.append(f"{lane} is {settings.state}{reason}")
@@ -206,15 +212,20 @@ async def _lanes(backend: Backend, transport: Transport, lanes: list[str]) -> Fi
     return ok("lanes", f"{count}: {', '.join(listed)}")
 
 
-def _collisions(backend: Backend, lanes: list[str]) -> Finding:
-    found = lane_collisions(lanes, backend.counts)
+async def _collisions(backend: Backend, transport: Transport, lanes: list[str]) -> Finding:
+    found = await boot.find_collisions(transport, backend.counts, lanes)
     if found.grade is CollisionGrade.CLEAN:
-        return ok("lane placement", "no two lanes share a partition")
+        return ok("lane placement", "no two pinned lanes share a partition")
     groups = "; ".join(" + ".join(group) for group in found.shared.values())
-    detail = f"{found.grade.value}: {found.affected} of {found.lanes} lanes share one ({groups})"
+    share = f"{found.affected} of {found.lanes} pinned lanes share one"
+    detail = f"{found.grade.value}: {share} ({groups})"
     if found.grade is CollisionGrade.WATCH:
         return ok("lane placement", detail)
-    return warning("lane placement", detail, "rename one of the lanes in each busy group")
+    advice = (
+        "see whether `flowfabric lanes --partitions` shows them as busy; if so, spread one with "
+        "`flowfabric lane set LANE --placement spread`"
+    )
+    return warning("lane placement", detail, advice)
 
 
 async def _workers(
@@ -225,7 +236,8 @@ async def _workers(
     tags = await backend.places.used_partitions()
     # In a cluster this is expensive to find out, and `find_work` names every partition.
     lanes = [lane for lane in lanes if tags and not transport.is_cluster and lane not in served]
-    waiting = [lane for lane in lanes if await backend.wakeups.find_work(lane, tags)]
+    places = [(lane, tag) for lane in lanes for tag in tags]
+    waiting = sorted({lane for lane, _ in await backend.wakeups.find_work(places)})
     count = plural(len(workers), "live worker")
     if waiting:
         detail = f"{count}; no worker serves {', '.join(waiting)}, where work waits"
@@ -235,6 +247,21 @@ async def _workers(
         advice = "run `flowfabric worker module:app`"
         return warning("workers", "no live worker: nothing runs", advice)
     return ok("workers", count)
+
+
+async def _servers(transport: Transport) -> Finding | None:
+    """The server processes; None if the account may not list connections."""
+    try:
+        replies: dict[str, Any] = await transport.call_all_primaries("CLIENT", "LIST")
+    except errors.EngineError:
+        return None
+    text = "".join(reply.decode(errors="replace") for reply in replies.values())
+    found = sorted(set(_server_connection.findall(text)))
+    if not found:
+        return ok("servers", "no server process: the REST API is not served")
+    listed = ", ".join(found[:_MAX_LISTED] + ["…"] * (len(found) > _MAX_LISTED))
+    count = "one server process" if len(found) == 1 else f"{len(found)} server processes"
+    return ok("servers", f"{count}: {listed} (host:pid)")
 
 
 async def _scanners(backend: Backend) -> Finding:
@@ -291,6 +318,21 @@ class ValkeyMeta(api.Meta):
 
     async def ping(self) -> None:
         await self._calls.transport.call("PING", key="")
+
+    async def failing_checks(self) -> list[str]:
+        transport, failing = self._calls.transport, list[str]()
+        try:
+            await self.ping()
+            library = await read_library(transport)
+            if library is None or not library.min_client <= LIBRARY_VERSION <= library.version:
+                failing.append("library")
+            if await boot.read_counts(transport) != self._calls.counts:
+                failing.append("partitions")
+        except errors.ConfigError:
+            failing.append("partitions")
+        except errors.EngineError:
+            failing.append("ping")
+        return failing
 
     async def prepare(self) -> api.NoOp | api.Applied:
         calls = self._calls

@@ -35,15 +35,15 @@ class Damage:
 
     async def keep_all(self, reads: Iterable[Awaitable[T]]) -> list[T | None]:
         """What the reads return, in order; None for each that met damage."""
+        return [self._kept(each) for each in await asyncio.gather(*reads, return_exceptions=True)]
 
-        async def read(one: Awaitable[T]) -> T | None:
-            try:
-                return await one
-            except CorruptionError as error:
-                self.note(error)
+    def _kept(self, read: T | BaseException) -> T | None:
+        if isinstance(read, CorruptionError):
+            self.note(read)
             return None
-
-        return await asyncio.gather(*(read(one) for one in reads))
+        if isinstance(read, BaseException):
+            raise read
+        return read
 
     async def first(
         self, limit: int, keys: Sequence[K], read: Callable[[K], Awaitable[T | None]]

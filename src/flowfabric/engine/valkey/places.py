@@ -1,4 +1,4 @@
-"""Lanes with their settings, and the places in use; scanners and listings read no others."""
+"""The places in use; scanners and listings read no others."""
 
 import asyncio
 import time
@@ -6,17 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from flowfabric.core import errors, ids
-from flowfabric.core.stored import Stored
+from flowfabric.core import errors, ids, partition
 from flowfabric.core.text import lossless
 from flowfabric.engine.api import check
-from flowfabric.engine.api.places import Lanes, LaneSettings, Places
+from flowfabric.engine.api.places import Places
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.calls import FunctionCalls, at_once, text
-from flowfabric.engine.valkey.pages import chunks, given_cursor
+from flowfabric.engine.valkey.calls import FunctionCalls, text
+from flowfabric.engine.valkey.pages import chunks
+from flowfabric.engine.valkey.placements import Placements
 
-_LANE_STATES = ("active", "paused", "draining", "disabled")
-_FAN_OUT = 16
 _AT_ONCE = 500
 # A process keeps registering what it used within this time.
 _FORGET_S = 300.0
@@ -38,6 +36,7 @@ class ValkeyPlaces(Places):
 
     def __init__(self, calls: FunctionCalls) -> None:
         self._calls = calls
+        self.placements = Placements(calls.counts)
         self.known_places: dict[str, set[str]] = {}
         self.known_namespaces: set[str] = set()
         # Used in the last period, not yet in this one.
@@ -96,9 +95,29 @@ class ValkeyPlaces(Places):
         refused: set[str] = set()
         pairs = [(_number(tag), lane) for tag, lanes in places.items() for lane in sorted(lanes)]
         for part in chunks(pairs, _AT_ONCE):
-            refused.update(await _stamp(self._calls, part))
+            refused.update(await self._stamp(part))
         await add_names(self._calls, keys.PARTITIONS, map(_number, places))
         return refused
+
+    async def _stamp(self, pairs: Sequence[tuple[str, str]]) -> list[str]:
+        """Register pairs of partition number and lane; returns the lanes that did not fit."""
+        refused, now, placements = await _stamp(self._calls, pairs)
+        self.placements.learn({lane for _, lane in pairs}, now, placements)
+        return refused
+
+    async def read_placements(self, lanes: Iterable[str]) -> None:
+        """Learn where the executions of lanes are created; registers them."""
+        counts = self._calls.counts
+        pairs = [(str(partition.solo_partition(lane, counts)), lane) for lane in lanes]
+        for part in chunks(pairs, _AT_ONCE):
+            await self._stamp(part)
+
+    async def learn_lane(self, lane_id: str) -> None:
+        if not self.placements.knows(check.text(lane_id, "lane_id")):
+            await self.read_placements([ids.validate_lane(lane_id)])
+
+    def shards(self, lane_id: str) -> int:
+        return self.placements.of(lane_id).shards
 
     async def register(self, tag: str, lanes: set[str]) -> None:
         """`register_places` for the hot path: usually one dictionary lookup."""
@@ -159,82 +178,6 @@ class ValkeyPlaces(Places):
         return await self._calls.registered(keys.NAMESPACES, ids.validate_namespace)
 
 
-class ValkeyLanes(Lanes):
-    """`Lanes` on Valkey."""
-
-    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
-        self._calls = calls
-        self._places = places
-
-    async def list_lanes(self, cursor: str = "", limit: int = 1000) -> tuple[list[str], str | None]:
-        given_cursor(cursor)
-        check.whole(limit, "limit")
-        rest = [lane for lane in await self._places.lanes_in_use() if lane > cursor]
-        page = rest[: max(0, limit)]
-        return page, page[-1] if page and len(rest) > len(page) else None
-
-    async def get_lane(self, lane_id: str) -> LaneSettings:
-        ids.validate_lane(lane_id)
-        if not await self._calls.read(f"{keys.LANES}: registry", "SISMEMBER", keys.LANES, lane_id):
-            raise errors.NotFoundError("lane_not_found", lane_id, op="get_lane")
-        key = keys.lane_config(lane_id)
-        context = f"lane {lane_id}"
-        stored = Stored.from_hash(
-            context, await self._calls.read(f"{context}: config", "HGETALL", key)
-        )
-        return LaneSettings(
-            lane_id=lane_id,
-            state=stored.text("state", "active"),
-            reason=stored.text("reason", ""),
-            priority_weight_ms=stored.number("priority_weight_ms", 10**12),
-            reclaim_grace_ms=stored.number("reclaim_grace_ms", 0),
-            emit_renewals=stored.text("emit_renewals", "") == "1",
-        )
-
-    async def set_lane_state(self, lane_id: str, state: str, reason: str = "") -> str:
-        check.one_of(state, "state", _LANE_STATES)
-        told = check.reason(reason, "reason")
-        return await self._store_lane(lane_id, ("state", state, "reason", told))
-
-    async def set_lane_config(
-        self,
-        lane_id: str,
-        *,
-        priority_weight_ms: int | None = None,
-        reclaim_grace_ms: int | None = None,
-        emit_renewals: bool | None = None,
-    ) -> None:
-        fields: list[Any] = []
-        for name, value, low in (
-            ("priority_weight_ms", priority_weight_ms, 1),
-            ("reclaim_grace_ms", reclaim_grace_ms, 0),
-        ):
-            if value is not None:
-                fields += (name, check.whole(value, name, low, 10**12))
-        if emit_renewals is not None:
-            fields += ("emit_renewals", "1" if check.flag(emit_renewals, "emit_renewals") else "0")
-        if fields:
-            await self._store_lane(lane_id, fields)
-
-    async def _store_lane(self, lane_id: str, fields: Sequence[Any]) -> str:
-        """Store the global settings, then each partition's copy; running it again converges.
-
-        Returns the state the lane had.
-        """
-        key = keys.lane_config(ids.validate_lane(lane_id))
-        await keep_lanes(self._calls, [lane_id])
-        before = await self._calls.ask(
-            "ff_store_lane", key, fields, lambda reply: text(reply[2]), op="set_lane"
-        )
-
-        async def copy(partition: int) -> None:
-            tag = f"{{fp:{partition}}}"
-            await self._calls.fcall("ff_set_lane", tag, (lane_id, *fields), op="set_lane")
-
-        await at_once(_FAN_OUT, copy, range(self._calls.counts.flow))
-        return before or "active"
-
-
 async def add_names(calls: FunctionCalls, key: str, names: Iterable[str | int]) -> None:
     """Add to one of the registries of names in use."""
     for part in chunks(list(names), _AT_ONCE):
@@ -246,11 +189,16 @@ def lane_limit(lane: str) -> errors.EngineError:
     return errors.engine_error("lane_limit_exceeded", [f"{lane}: {MAX_LANES} lanes are in use"])
 
 
-async def _stamp(calls: FunctionCalls, pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Register pairs of partition number and lane; returns the lanes that were refused."""
+async def _stamp(
+    calls: FunctionCalls, pairs: Sequence[tuple[str, str]]
+) -> tuple[list[str], int, list[Any]]:
+    """Register pairs of partition number and lane.
+
+    Returns the lanes that did not fit, the server's time, and the placements of the others.
+    """
     return await calls.ask(
         *("ff_register_places", keys.LANES_TAG, (MAX_LANES, *chain.from_iterable(pairs))),
-        lambda reply: [text(lane) for lane in reply[2]],
+        lambda reply: ([text(lane) for lane in reply[2]], int(reply[3]), list(reply[4])),
         op="register_places",
     )
 
@@ -258,7 +206,8 @@ async def _stamp(calls: FunctionCalls, pairs: Sequence[tuple[str, str]]) -> list
 async def keep_lanes(calls: FunctionCalls, lanes: Iterable[str]) -> None:
     """Register lanes that stay when they are empty."""
     for part in chunks(list(lanes), _AT_ONCE):
-        if refused := await _stamp(calls, [(ANYWHERE, lane) for lane in part]):
+        refused, *_ = await _stamp(calls, [(ANYWHERE, lane) for lane in part])
+        if refused:
             raise lane_limit(refused[0])
 
 

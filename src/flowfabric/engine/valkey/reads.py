@@ -1,7 +1,7 @@
 """Reading one execution."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flowfabric.core.contracts import executions as contracts
@@ -59,7 +59,23 @@ class ValkeyReads(Reads):
         )
         if record is None:
             return None
-        return record.snapshot(tags, question(await self._suspension(record)))
+        detail = await self._no_route(record)
+        return record.snapshot(tags, question(await self._suspension(record)), detail)
+
+    async def _no_route(self, record: Record) -> str | None:
+        """Why no live worker can take an execution that waits for one; None if one can.
+
+        Only for executions with requirements, and computed when asked: so it holds from the moment
+        the last such worker is gone until the next one registers, and costs no write.
+        """
+        vector, required = record.state_vector, frozenset(record.required_capabilities)
+        must_know = record.offered_to is not None
+        if vector.blocking_reason is not BlockingReason.WAITING_FOR_WORKER or not (
+            required or must_know
+        ):
+            return None
+        fleet = await self._workers.list_workers(None, limit=None)
+        return _route_problem(record, _serving(record, fleet))
 
     async def get_execution_tags(self, execution_id: ExecutionId) -> Mapping[str, str]:
         fields = await self._part(execution_id, keys.tags, "HGETALL")
@@ -150,21 +166,21 @@ class ValkeyReads(Reads):
         tag = record.execution_id.tag
         lane_key = keys.lane(tag, record.lane_id, "config")
         context = f"lane {record.lane_id} of {tag}"
-        lane_state = await self._calls.read(f"{context}: config", "HGET", lane_key, "state")
+        names = ("state", "reason")
+        row = await self._calls.read(f"{context}: config", "HMGET", lane_key, *names)
+        lane = Stored.from_row(context, names, row)
         join = join_snapshot(record.execution_id, record)
         required, near, unknown = frozenset(record.required_capabilities), None, None
         fleet: list[WorkerEntry] = []
         if vector.lifecycle_phase is not LifecyclePhase.TERMINAL:
             fleet = await self._workers.list_workers(None, limit=None)
-        serving = [worker for worker in fleet if record.lane_id in worker.lanes]
+        serving = _serving(record, fleet)
         kind, must_know = record.execution_kind, offered_to is not None
         knowing = [worker for worker in serving if worker.knows(kind, required=must_know)]
         if waits_for_worker(vector):
-            own = (worker for worker in serving if worker.namespace == record.namespace)
-            near = least_missing(required, own)
+            near = least_missing(required, serving)
             unknown = kind if not knowing and (serving or must_know) else None
-        blocking_reason, blocking_detail = _blocking(record, unknown)
-        # A worker runs executions of every namespace; its own is only where it is registered.
+        blocking_reason, blocking_detail = _blocking(record, unknown, serving)
         able = [worker for worker in knowing if required.issubset(worker.capabilities)]
         suspension = await self._suspension(record)
         waitpoints = suspension.text("waitpoints", "")
@@ -173,10 +189,13 @@ class ValkeyReads(Reads):
             blocking_reason=blocking_reason,
             blocking_detail=blocking_detail,
             since=record.last_transition_at,
-            lane_state=stored_text(lane_state, context, "state") if lane_state else "active",
-            retry_at=record.maybe_number("delay_until"),
+            lane_state=lane.text("state", "active"),
+            lane_reason=lane.text("reason", ""),
+            retry_at=record.maybe_number("delay_until") or record.retry_at,
             missing_capabilities=() if near is None else near.missing,
+            closest_workers=() if near is None else near.closest,
             live_workers=None if near is None else near.workers,
+            in_lane=sum(record.lane_id in worker.lanes for worker in fleet),
             able_workers=tuple(worker.worker_instance_id for worker in able),
             unknown_task=unknown,
             offered_to=offered_to,
@@ -194,10 +213,33 @@ class ValkeyReads(Reads):
         return Stored.from_row(record.execution_id, names, row)
 
 
-def _blocking(record: Record, unknown_task: str | None) -> tuple[str, str]:
-    """What it waits for, and the details; no record says that workers lack its task."""
-    reason = record.state_vector.blocking_reason
-    if unknown_task is None or reason is not BlockingReason.WAITING_FOR_WORKER:
+def _serving(record: Record, fleet: Iterable[WorkerEntry]) -> list[WorkerEntry]:
+    """The workers of the execution's lane and namespace."""
+    lane, namespace = record.lane_id, record.namespace
+    return [worker for worker in fleet if lane in worker.lanes and worker.serves(namespace)]
+
+
+def _route_problem(record: Record, serving: Iterable[WorkerEntry]) -> str | None:
+    """Why none of the workers can take the execution, if it requires something; one must do."""
+    required, kind = frozenset(record.required_capabilities), record.execution_kind
+    must_know = record.offered_to is not None
+    knowing = [worker for worker in serving if worker.knows(kind, required=must_know)]
+    if must_know and not knowing:
+        return f"no live worker knows task {kind}"
+    if any(required.issubset(worker.capabilities) for worker in knowing):
+        return None
+    return "no connected worker satisfies required_capabilities" if required else None
+
+
+def _blocking(
+    record: Record, unknown_task: str | None, serving: Iterable[WorkerEntry]
+) -> tuple[str, str]:
+    """What it waits for, and the details; no record says that no worker can take it."""
+    reason, problem = record.state_vector.blocking_reason, None
+    if reason is BlockingReason.WAITING_FOR_WORKER:
+        problem = _route_problem(record, serving)
+        if unknown_task is not None:
+            problem = f"no live worker knows task {unknown_task}"
+    if problem is None:
         return reason.value, record.text("blocking_detail", "")
-    detail = f"no live worker knows task {unknown_task}"
-    return BlockingReason.WAITING_FOR_CAPABLE_WORKER.value, detail
+    return BlockingReason.WAITING_FOR_CAPABLE_WORKER.value, problem

@@ -102,6 +102,20 @@ class Record(Stored):
         return max(self.last_transition_at, *times)
 
     @property
+    def retry_at(self) -> int | None:
+        """When what blocks the execution is expected to end."""
+        return self.maybe_number("retry_at") if self.state_vector.is_blocked else None
+
+    @property
+    def budget_ids(self) -> tuple[str, ...]:
+        stored = self.maybe_text("budget_ids")
+        return tuple(stored.split(",")) if stored else ()
+
+    @property
+    def quota_policy_id(self) -> str | None:
+        return self.maybe_text("quota_policy_id")
+
+    @property
     def offered_to(self) -> str | None:
         """The worker that last left it to others; from then on, only those that know its task."""
         return self.maybe_text("offered_to")
@@ -178,14 +192,22 @@ class Record(Stored):
         return self._view(contracts.ExecutionInfo, **times)
 
     def snapshot(
-        self, tags: Mapping[str, str], question: Mapping[str, Any]
+        self,
+        tags: Mapping[str, str],
+        question: Mapping[str, Any],
+        no_route: str | None = None,
     ) -> contracts.ExecutionSnapshot:
-        blocking = self.state_vector.blocking_reason.value
+        """The execution as it is; `no_route`: why no live worker can take it."""
+        reason = self.state_vector.blocking_reason
+        if no_route is not None:
+            reason = states.BlockingReason.WAITING_FOR_CAPABLE_WORKER
+        blocking = reason.value
         return self._view(
             contracts.ExecutionSnapshot,
             created_at=self.number("created_at"),
             tags=tags,
             blocking_reason=None if blocking == "none" else blocking,
+            blocking_detail=no_route or self.maybe_text("blocking_detail"),
             current_waitpoint=self.maybe_text("current_waitpoint_id"),
             **question,
         )

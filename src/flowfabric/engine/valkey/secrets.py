@@ -31,6 +31,7 @@ _REPORTED = {
 FIRST_KID = "k1"
 _GRACE_MS = api.DEFAULT_GRACE_MS
 log = logging.getLogger(__name__)
+audit_log = logging.getLogger("flowfabric.audit")
 
 
 class ValkeySecrets(api.Secrets):
@@ -123,7 +124,7 @@ class ValkeySecrets(api.Secrets):
         for entry in entries:
             if entry.error is not None:
                 about = {"partition": entry.partition, "err": entry.error}
-                log.error(
+                audit_log.error(
                     "The waitpoint secret of partition %(partition)d was not rotated: %(err)s",
                     about,
                     extra={"action": "waitpoint_hmac_rotation_failed", **about},

@@ -18,7 +18,14 @@ from flowfabric.core.text import lossless
 from flowfabric.engine.api import check
 from flowfabric.engine.api.streams import U32, Append, AppendOptions, Streams
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, refused, text
+from flowfabric.engine.valkey.calls import (
+    FunctionCalls,
+    decoding,
+    is_accepted,
+    proof,
+    refused,
+    text,
+)
 from flowfabric.engine.valkey.library import ensure_library
 from flowfabric.engine.valkey.stream_pool import StreamPool
 from flowfabric.valkey.transport import Connection
@@ -268,7 +275,7 @@ class _StreamReader:
             await ensure_library(self._calls.transport)
             reply = await conn.call(*call)
         with decoding(reply, "ff_stream_read", "read_stream", self._target[0]):
-            if reply[:2] == [1, b"OK"]:
+            if reply[0] == 1 and is_accepted(reply[1]):
                 return page_of(reply, self._target[0])
         raise refused(reply, "ff_stream_read", "read_stream", self._target[0])
 
@@ -286,6 +293,13 @@ class ValkeyStreams(Streams):
         self._calls = calls
         self._pool = pool
         self._summaries = lru_cache(_SUMMARIES)(_Summary)
+
+    def viewers(self, ceiling: int) -> "ValkeyStreams":
+        return ValkeyStreams(self._calls, StreamPool(self._calls.transport, ceiling))
+
+    async def aclose(self) -> None:
+        """End the tails of `viewers`, and close their connections."""
+        await self._pool.aclose()
 
     async def append_frames(
         self, handle: Handle, frames: Sequence[contracts.Frame], **options: Unpack[AppendOptions]

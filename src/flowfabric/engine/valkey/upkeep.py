@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args
 import msgspec
 
 from flowfabric.core.errors import CorruptionError, EngineError
-from flowfabric.core.ids import PartitionKey, is_uuid, validate_lane
+from flowfabric.core.ids import PartitionKey, is_uuid, validate_lane, validate_namespace
 from flowfabric.core.state import ExpireReason
 from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.api import check
@@ -16,17 +16,18 @@ from flowfabric.engine.api import upkeep as api
 from flowfabric.engine.valkey import calls, keys
 from flowfabric.engine.valkey.calls import FunctionCalls, as_stored, places_of, text
 from flowfabric.engine.valkey.drains import CascadeDrains
-from flowfabric.engine.valkey.places import ANYWHERE, KEPT, ValkeyPlaces
+from flowfabric.engine.valkey.places import ANYWHERE, KEPT, ValkeyPlaces, add_names
+from flowfabric.engine.valkey.workers import ValkeyWorkers
 
 _WORKERS_AT_ONCE = 200
 _LANES_SEARCHED = 100
 _LAST_TIME = 2**53 - 1
 # What one call may cover, so that it never holds the server for long.
 _INDEXES_SCANNED = 200
-_INDEXES_SOUGHT = 1000
 _LANES_SURVEYED = 64
 _LANES_PER_PART = 4
 _LANES_CHECKED = 200
+_RESCORED = 500
 # A process that creates an execution has registered its place at most 10 s before.
 _UNUSED_MS = 60_000
 # Leaders acquire their lease again every minute, which lists them again.
@@ -46,10 +47,17 @@ P = TypeVar("P", bound=tuple[Any, ...])
 
 
 class ValkeyUpkeep(api.Upkeep):
-    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces, drains: CascadeDrains) -> None:
+    def __init__(
+        self,
+        calls: FunctionCalls,
+        places: ValkeyPlaces,
+        drains: CascadeDrains,
+        workers: ValkeyWorkers,
+    ) -> None:
         self._calls = calls
         self._places = places
         self._drains = drains
+        self._workers = workers
 
     async def scan_due(
         self, indexes: Sequence[api.Index], limit: int, offset: int = 0
@@ -89,7 +97,7 @@ class ValkeyUpkeep(api.Upkeep):
         return await self._calls.ask("ff_scan_due", group[0].tag, args, decode, op="scan_due")
 
     async def any_exists(self, indexes: Sequence[api.Index]) -> bool:
-        groups = self._groups(indexes, _INDEXES_SOUGHT)
+        groups = self._groups(indexes, api.SOUGHT_AT_ONCE)
         return any(calls.raised(await calls.call_each(groups, self._exists)))
 
     async def _exists(self, group: list[api.Index]) -> bool:
@@ -147,6 +155,16 @@ class ValkeyUpkeep(api.Upkeep):
     async def trim_events(self, tag: str, older_than_ms: int) -> int:
         return await self._trim_feed(keys.events(tag), older_than_ms)
 
+    async def trim_policy_events(self, older_than_ms: int) -> int:
+        counts = self._calls.counts
+        feeds = [
+            keys.events(f"{{{family}:{number}}}")
+            for family, count in (("b", counts.budget), ("q", counts.quota))
+            for number in range(count)
+        ]
+        existing = await self._calls.existing(feeds)
+        return sum([await self._trim_feed(feed, older_than_ms) for feed in existing])
+
     async def trim_worker_events(self, namespace: str, older_than_ms: int) -> int:
         return await self._trim_feed(keys.worker_events(f"{{{namespace}}}"), older_than_ms)
 
@@ -159,6 +177,13 @@ class ValkeyUpkeep(api.Upkeep):
         deleted: Any = await call("XDEL", key, newest[0][0], key=key, replay_safe=True)
         trimmed: Any = await call("XTRIM", key, "MINID", edge, key=key, replay_safe=True)
         return int(deleted) + int(trimmed)
+
+    async def rescore(self, tag: str) -> tuple[int, bool]:
+        return await self._calls.ask(
+            *("ff_rescore", self._calls.checked_tag(tag), (_RESCORED,)),
+            lambda reply: (int(reply[2]), reply[3] == 1),
+            op="rescore",
+        )
 
     async def forget_idle_lanes(self) -> int:
         places = await self._places.places_in_use()
@@ -193,6 +218,28 @@ class ValkeyUpkeep(api.Upkeep):
                 "ff_forget_places", keys.LANES_TAG, args, _count, op="forget_places"
             )
         return forgotten
+
+    async def list_drains(self) -> list[api.Drain]:
+        found: list[api.Drain] = []
+        for namespace in await self._calls.registered(keys.DRAINS, validate_namespace):
+            drains = await self._workers.drains_of(namespace)
+            found += [api.Drain(namespace, *each) for each in drains.items()]
+            if not drains:
+                await self._forget_drains(namespace)
+        return found
+
+    async def _forget_drains(self, namespace: str) -> None:
+        # A drain that starts now adds its namespace last; one that started before is seen here.
+        await self._calls.transport.call("SREM", keys.DRAINS, namespace, key=keys.DRAINS)
+        if await self._workers.drains_of(namespace):
+            await add_names(self._calls, keys.DRAINS, [namespace])
+
+    async def continue_drain(self, drain: api.Drain) -> int:
+        instance = drain.worker_instance_id
+        held = await self._workers.refuse_claims(instance)
+        if not held or await self._calls.server_time_ms() < drain.ends_at_ms:
+            return 0
+        return await self._workers.revoke_all(instance, "drained")
 
     async def sweep_workers(self, namespace: str) -> int:
         def decode(reply: list[Any]) -> tuple[str, int]:
@@ -357,6 +404,15 @@ class ValkeyLeadership(api.Leadership):
             for duty, owner in zip(duties, owners, strict=True)
             if owner is not None
         ]
+
+    async def put_report(self, report: bytes, ttl_ms: int) -> None:
+        key = keys.LEADER_REPORT
+        command = ("SET", key, report, "PX", ttl_ms)
+        await self._calls.transport.call(*command, key=key, replay_safe=True)
+
+    async def get_report(self) -> bytes | None:
+        key = keys.LEADER_REPORT
+        return await self._calls.read(key, "GET", key)
 
     async def _owner(self, duty: str) -> bytes | None:
         key = keys.leader(keys.LEADERS_TAG, duty)

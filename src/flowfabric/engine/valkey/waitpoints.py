@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import logging
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
@@ -17,7 +17,14 @@ from flowfabric.core.stored import Stored, corrupt, stored_text
 from flowfabric.core.text import lossless, shown
 from flowfabric.engine.api import check
 from flowfabric.engine.api.suspensions import MAX_KEY_BYTES
-from flowfabric.engine.api.waitpoints import CheckedSignal, LastWait, Signals, Waitpoints, revealed
+from flowfabric.engine.api.waitpoints import (
+    BridgedSignal,
+    CheckedSignal,
+    LastWait,
+    Signals,
+    Waitpoints,
+    revealed,
+)
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, proof, text
 from flowfabric.engine.valkey.pages import Damage
@@ -308,7 +315,7 @@ class ValkeySignals(Signals):
         waitpoint_id: str,
         presented: WaitpointToken | str,
         signal_name: str,
-        **options: Any,
+        **options: Unpack[BridgedSignal],
     ) -> suspension.SignalOutcome:
         given = revealed(presented, "presented")
         # Not through `self`, where layers log every token that is read for an operator.

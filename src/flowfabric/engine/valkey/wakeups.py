@@ -1,21 +1,31 @@
 """Doorbells: a blocking pop on a single server, sharded channels in a cluster."""
 
 import asyncio
+import logging
+import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from flowfabric.core.capabilities import Offer
 from flowfabric.core.errors import TransportError
-from flowfabric.core.ids import validate_lane
+from flowfabric.core.ids import new_uuid, validate_lane
 from flowfabric.engine.api import check
 from flowfabric.engine.api.places import Doorbell, WorkPlace
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.calls import FunctionCalls, call_each, places_of, raised, split
+from flowfabric.engine.valkey.calls import FunctionCalls, call_each, places_of, raised, split, text
+from flowfabric.engine.valkey.pages import chunks
 from flowfabric.engine.valkey.places import ValkeyPlaces
-from flowfabric.valkey.transport import Connection, Transport
+from flowfabric.valkey.transport import Connection
 
+log = logging.getLogger(__name__)
 _GRACE_S = 2.0
 _PEEKED = 16
 _LANES_RUNG = 100
+_PLACES_AT_ONCE = 500
+_BELLS_KNOWN = 10_000
+_LISTEN_S = 60
+"""How long a listener is told of new bells; it asks again well before."""
 
 
 class ValkeyWakeups:
@@ -26,33 +36,36 @@ class ValkeyWakeups:
     def listen(self, lanes: Iterable[str]) -> Doorbell:
         if self._calls.transport.is_cluster:
             return _ClusterDoorbell(self._calls, self._places, lanes)
-        return _ServerDoorbell(self._calls.transport, lanes)
+        return _ServerDoorbell(self._calls, lanes)
 
-    async def find_work(self, lane_id: str, tags: Sequence[str]) -> list[str]:
-        validate_lane(lane_id)
-        tags = [self._calls.checked_tag(tag, "tags") for tag in check.listed(tags, "tags")]
+    async def find_work(self, places: Sequence[WorkPlace], likely: int = 1) -> list[WorkPlace]:
+        places = [
+            (validate_lane(lane_id), self._calls.checked_tag(tag, "places"))
+            for lane_id, tag in check.pairs(places, "places")
+        ]
         if self._calls.transport.is_cluster:
-            return tags
-        # Most often it is the first: the lane's own partition.
-        return list(await self._narrow(lane_id, tags, 1))
-
-    async def _narrow(self, lane_id: str, tags: Sequence[str], first: int) -> Sequence[str]:
-        """Those of the partitions that have work, found by asking about parts of the list."""
-        if not await self._any_work(lane_id, tags):
-            return ()
-        if len(tags) == 1:
-            return tags
-        parts = (tags[:first], tags[first:])
+            return places
+        first = check.whole(likely, "likely", 1)
         found = await asyncio.gather(
-            *(self._narrow(lane_id, part, len(part) // 2) for part in parts)
+            *(self._narrow(part, first) for part in chunks(places, _PLACES_AT_ONCE))
+        )
+        return [place for part in found for place in part]
+
+    async def _narrow(self, places: Sequence[WorkPlace], first: int) -> Sequence[WorkPlace]:
+        """Those of the places that have work, found by asking about parts of the list."""
+        if not places or not await self._any_work(places):
+            return ()
+        if len(places) == 1:
+            return places
+        parts = (places[:first], places[first:])
+        found = await asyncio.gather(
+            *(self._narrow(part, max(1, len(part) // 2)) for part in parts)
         )
         return (*found[0], *found[1])
 
-    async def _any_work(self, lane_id: str, tags: Sequence[str]) -> bool:
-        if not tags:
-            return False
+    async def _any_work(self, places: Sequence[WorkPlace]) -> bool:
         indexes = ("eligible", "sigs", "reclaimable")
-        names = [keys.lane(tag, lane_id, index) for tag in tags for index in indexes]
+        names = [keys.lane(tag, lane_id, index) for lane_id, tag in places for index in indexes]
         count: Any = await self._calls.transport.call("EXISTS", *names, key=names[0])
         return count > 0
 
@@ -69,45 +82,106 @@ class ValkeyWakeups:
 
 
 class _Bells:
-    """What a listener hears: the rings of lanes, and those for some of their tasks."""
+    """Which rings concern a listener: those of its lanes, for work that it may take."""
 
     def __init__(self, lanes: Iterable[str]) -> None:
         self._lanes = tuple(lanes)
-        self._tasks: Sequence[str] = ()
-        self._lane_of = {lane: lane for lane in self._lanes}
+        self._offer = Offer(None)
+        self._lane_of: dict[str, str | None] = {}
 
-    def hear(self, tasks: Sequence[str]) -> None:
-        if tasks is not self._tasks:
-            self._tasks = tasks
-            kinds = ("", *tasks)
-            self._lane_of = {keys.bell(lane, kind): lane for lane in self._lanes for kind in kinds}
+    def hear(self, offer: Offer) -> None:
+        if offer is not self._offer:
+            self._offer = offer
+            self._lane_of.clear()
+
+    def _lane(self, bell: str) -> str | None:
+        """The lane of a bell that concerns this listener."""
+        if bell not in self._lane_of:
+            if len(self._lane_of) >= _BELLS_KNOWN:
+                self._lane_of.clear()
+            lane_id, signature = keys.bell_parts(bell)
+            concerns = lane_id in self._lanes and self._offer.covers(signature)
+            self._lane_of[bell] = lane_id if concerns else None
+        return self._lane_of[bell]
 
 
 class _ServerDoorbell(_Bells):
-    """Pops rings from a sorted set per lane: each ring wakes one listener of the deployment."""
+    """Pops rings from a sorted set per bell: each ring wakes one listener of the deployment.
+
+    It knows the bells that rang lately, and hears of new ones through a sorted set of its own.
+    """
 
     heard_by_all = False
 
-    def __init__(self, transport: Transport, lanes: Iterable[str]) -> None:
+    def __init__(self, calls: FunctionCalls, lanes: Iterable[str]) -> None:
         super().__init__(lanes)
-        self._transport = transport
+        self._calls = calls
         self._conn: Connection | None = None
+        self._listener = new_uuid()
+        self._ear = keys.ear(self._listener)
+        self._known: list[str] = []
+        self._read_at = -math.inf
 
     async def wait(self, timeout_s: float) -> list[WorkPlace]:
-        conn = self._conn
-        if conn is None or not conn.is_open:
-            conn = self._conn = await self._transport.blocking()
-        names = {keys.wake(bell): lane_id for bell, lane_id in self._lane_of.items()}
-        reply: Any = await conn.submit(("BZPOPMIN", *names, timeout_s), timeout_s + _GRACE_S)
-        return [] if reply is None else [_place(names[reply[0].decode()], reply[1])]
+        until = time.monotonic() + timeout_s
+        while True:
+            conn = self._conn
+            if conn is None or not conn.is_open:
+                conn = self._conn = await self._calls.transport.blocking()
+                self._read_at = -math.inf
+            if time.monotonic() - self._read_at >= _LISTEN_S / 3:
+                await self._learn()
+            # The shortest wait that is not forever.
+            left = max(0.001, until - time.monotonic())
+            lanes = {keys.wake(bell): lane for bell in self._known if (lane := self._lane(bell))}
+            try:
+                reply: Any = await conn.submit(
+                    ("BZPOPMIN", self._ear, *lanes, left), timeout_s + _GRACE_S
+                )
+            except TransportError as error:
+                await self._mend(error)
+                continue
+            if reply is None:
+                return []
+            lane_id = lanes.get(reply[0].decode())
+            if lane_id is not None:
+                return [_place(lane_id, reply[1].decode())]
+            # There are new bells, each of which rings for one of those who then listen to it.
+            self._read_at = -math.inf
+
+    async def _mend(self, error: TransportError) -> None:
+        """Remove keys that are no bells, if that was the error."""
+        if not error.message.startswith("WRONGTYPE"):
+            raise error
+        log.warning(
+            *("removed damaged doorbells: %s", error.message), extra={"action": "bells_mended"}
+        )
+        heard = (bell for bell in self._known if self._lane(bell))
+        await self._learn(dict.fromkeys((*self._lanes, *heard)))
+
+    async def _learn(self, damaged: Iterable[str] = ()) -> None:
+        """Read which bells there are, and be told of new ones from now on."""
+        self._read_at = time.monotonic()
+        args = (self._listener, _LISTEN_S * 1000, *damaged)
+        self._known = await self._calls.ask(
+            *("ff_listen", "{fp:0}", args),
+            lambda reply: [*self._lanes, *map(text, reply[2])],
+            op="listen",
+        )
 
     async def peek(self) -> list[WorkPlace]:
         found: list[WorkPlace] = []
-        # Not those of tasks, which may be many: the sweeps of a busy worker find their work.
-        for lane_id in self._lanes:
+        # Not those with a signature, which may be many: sweeps of a busy worker find their work.
+        for lane_id in self._lanes if self._offer.serves("default") else ():
             key = keys.wake(lane_id)
-            rings: Any = await self._transport.call("ZRANGE", key, 0, _PEEKED - 1, key=key)
-            found += [_place(lane_id, ring) for ring in rings]
+            try:
+                rings: Any = await self._calls.transport.call(
+                    "ZRANGE", key, 0, _PEEKED - 1, key=key
+                )
+            except TransportError as error:
+                await self._mend(error)
+                continue
+            found += [_place(lane_id, ring.decode()) for ring in rings]
         return found
 
     async def aclose(self) -> None:
@@ -116,8 +190,8 @@ class _ServerDoorbell(_Bells):
             self._conn = None
 
 
-def _place(lane_id: str, ring: bytes) -> WorkPlace:
-    return lane_id, f"{{fp:{ring.decode()}}}"
+def _place(lane_id: str, partition: str) -> WorkPlace:
+    return lane_id, f"{{fp:{partition}}}"
 
 
 class _ClusterDoorbell(_Bells):
@@ -190,7 +264,7 @@ class _ClusterDoorbell(_Bells):
             self._ring(push[2].decode(), keys.wake_tag(push[1].decode()))
 
     def _ring(self, bell: str, tag: str) -> None:
-        lane_id = self._lane_of.get(bell)
+        lane_id = self._lane(bell)
         if lane_id is not None:
             self._rings[lane_id, tag] = None
             self._rung.set()

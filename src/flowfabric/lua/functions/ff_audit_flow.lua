@@ -40,7 +40,7 @@ register('ff_audit_flow', function(keys, args)
     return reply.ok('deleting')
   end
   if f.submitting then return reply.ok('submitting') end
-  local changes, counts = f.changes or '0', cmsgpack.unpack(args[4])
+  local changes, counts = values.text(flow.number(f, 'changes')), cmsgpack.unpack(args[4])
   if since ~= '' and since ~= changes then return reply.ok('changed') end
   local page = server.call('ZRANGE', K.members(c.tag, flow_id), '(' .. from, '+inf', 'BYSCORE',
     'LIMIT', 0, PAGE, 'WITHSCORES')

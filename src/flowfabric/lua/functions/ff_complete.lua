@@ -3,7 +3,8 @@
 -- Arguments: number of items, then per item: execution_id, fence, source (an override:
 --   `operator_override <request id>`), result (`0` none, or `1` followed by the encoding label),
 --   result bytes; then optionally the claim arguments.
--- Replies per item: `completed` | [0, code, detail...]; then what ff_claim_many replies, if asked.
+-- Replies per item: `completed` | [0, code, detail...]; then what ff_claim_many replies, if asked,
+--   with what the call did for other members before those that need admission.
 -- Errors: execution_not_found and those of the fence; of the whole call: batch_too_large.
 -- Events: completion, expired (a lapsed lease), acquired and reclaimed (the claims).
 local function success(label, source)
@@ -63,8 +64,8 @@ register('ff_complete', function(keys, args)
   c.kept, c.rings_later = nil, nil
   c:close()
   for _, bell in pairs(released) do
-    if left > 0 or bell.lane ~= want.lane then c:ring(bell.lane, bell.task) end
+    if left ~= 0 or bell.lane ~= want.lane then c:ring(bell.lane, bell.signature) end
   end
   if not ok then error(rows, 0) end
-  return reply.ok(replies, rows, left, unknown or false, cascade.told(c))
+  return reply.ok(replies, rows, left, unknown or false, cascade.told(c) or false, want.needing)
 end, { 'allow-oom' })

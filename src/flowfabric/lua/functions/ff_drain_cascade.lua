@@ -73,10 +73,12 @@ local function drain_replayed(c)
     if cascade.room(c) <= 0 then return end
     local which, from = string.match(server.call('HGET', backlog, flow_id), '^(%l) (%d+)$')
     local f = readable(c, flow_id)
-    if which and f and not flow.is_cancelled(f) then
-      replaying.flow(c, flow_id, from, which)
-    else
+    if not which or not f or which ~= 'n' and flow.is_cancelled(f) then
       server.call('HDEL', backlog, flow_id)
+    elseif which ~= 'n' then
+      replaying.flow(c, flow_id, from, which)
+    elseif subflows.revive(c, flow_id) then
+      replaying.flow(c, flow_id, from, 'w')
     end
   end
 end

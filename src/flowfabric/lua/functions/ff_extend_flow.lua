@@ -9,8 +9,14 @@
 --   cycle_detected, and those of ff_create. Events: completion (members that an edge ends).
 local function extend(c, args)
   local flow_id, first, last = args[1], args[3] == '1', args[4] == '1'
-  local f = flow.live(c, flow_id)
+  local f = flow.shown(c, flow_id)
   local items, late, more = graph.parts(args, 5, { flow = flow_id, ns = args[2] })
+  if flow.is_cancelled(f) then
+    if not graph.is_stored(c, flow_id, items, late, more) then
+      return reply.err('flow_already_terminal')
+    end
+    return reply.ok(last and 'already_extended' or 'accepted', f.graph_revision, 0)
+  end
   local added, problem = graph.extend(c, flow_id, items, late, more, first and not last)
   if problem then return problem end
   if not last then return reply.ok('accepted', f.graph_revision, added, cascade.told(c)) end

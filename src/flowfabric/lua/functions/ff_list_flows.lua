@@ -23,7 +23,7 @@ register('ff_list_flows', function(keys, args)
     elseif not ok then
       rows[#rows + 1] = { flow_id, { 'unreadable', '1' } }
     else
-      local f = values.fields(flat)
+      local f = values.fields(flat, { namespace = 'default' })
       if flow.is_shown(f) and (args[4] == '' or f.namespace == args[4])
           and has_tags(tag, flow_id, args) then
         rows[#rows + 1] = { flow_id, flat }

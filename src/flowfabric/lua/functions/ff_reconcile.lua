@@ -22,13 +22,22 @@ local function attempt_timer(id, rec)
   return rec.resumed_at and { after = from, due = due } or due
 end
 
+-- The score of claimable work; any while a lane here gets new ones.
+local function order_score(c, rec)
+  if c.rescoring == nil then
+    c.rescoring = server.call('EXISTS', K.index(c.tag, 'rescore')) == 1
+  end
+  local score = tonumber(c:score(rec))
+  return c.rescoring and { after = -math.huge, due = math.huge, right = score } or score
+end
+
 local function demand_lease(c, id, rec, want)
   local expires = tonumber(rec.lease_expires_at) or ANY
   want[K.lane(c.tag, rec.lane_id, 'active')] = expires
   if S.is_leased(rec.state) then
     want[K.index(c.tag, 'lease_expiry')] = expires
   else
-    want[K.reclaimable(c.tag, rec.lane_id, waiting.signature(rec))] = tonumber(c:score(rec))
+    want[K.reclaimable(c.tag, rec.lane_id, waiting.signature(rec))] = order_score(c, rec)
   end
   if S.is_leased(rec.state) or S.is_lease_expired(rec.state) then
     want[K.worker_leases(c.tag, record.worker_instance(rec))] = true
@@ -44,7 +53,7 @@ local function demanded(c, id, rec)
   if suffix == 'active' then
     demand_lease(c, id, rec, want)
   elseif suffix == 'eligible' then
-    want[K.eligible(c.tag, rec.lane_id, waiting.signature(rec))] = tonumber(c:score(rec))
+    want[K.eligible(c.tag, rec.lane_id, waiting.signature(rec))] = order_score(c, rec)
   elseif suffix == 'delayed' then
     want[key] = tonumber(rec.delay_until) or ANY
   elseif suffix == 'suspended' then
@@ -167,7 +176,7 @@ local function enter(c, id, rec, key, wanted)
   elseif wanted == true then
     c:sadd(key, id)
   else
-    c:zadd(key, wanted == ANY and c.now or type(wanted) == 'table' and wanted.due or wanted, id)
+    c:zadd(key, wanted == ANY and c.now or type(wanted) == 'table' and (wanted.right or wanted.due) or wanted, id)
   end
 end
 

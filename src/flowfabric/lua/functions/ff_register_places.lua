@@ -1,8 +1,9 @@
 -- ff_register_places: note, with the time, that lanes are used in partitions.
--- Keys (tag = that of the lane registry): lanes, places.
+-- Keys (tag = that of the lane registry): lanes, places, placements.
 -- Arguments: maximum number of lanes, then per place: partition number, lane. `*` instead of a
 --   number registers a lane that stays when it is empty.
--- Replies: new lanes refused because the registry is full. Errors: none. Events: none.
+-- Replies: new lanes refused because the registry is full, the time, the lanes that are or were not
+--   pinned to one partition with their placement. Errors: none. Events: none.
 register('ff_register_places', function(keys, args)
   local places, now = K.index(keys[1], 'places'), values.text(clock.now())
   local room = tonumber(args[1]) - server.call('SCARD', K.LANES)
@@ -23,5 +24,5 @@ register('ff_register_places', function(keys, args)
       end
     end
   end
-  return reply.ok(refused)
+  return reply.ok(refused, clock.now(), lanes.placements(keys[1], args))
 end, { 'allow-oom' })

@@ -5,8 +5,9 @@
 register('ff_release_flow', function(keys, args)
   local c, flow_id = Context.open(keys[1], true), args[1]
   return reply.guarded(function()
-    local f = flow.live(c, flow_id)
+    local f = flow.shown(c, flow_id)
     if not f.held_from then return reply.ok(0) end
+    if flow.is_cancelled(f) then return reply.err('flow_already_terminal') end
     if f.hold then flow.clear(c, flow_id, 'hold') end
     if f.awaits_parent then return reply.ok(0) end
     local _, released = flow.release(c, flow_id)

@@ -1,5 +1,5 @@
 -- ff_revoke: take a lease away now; the next claim continues the execution.
--- Keys: core, lease_expiry, lane reclaimable, worker leases.
+-- Keys: core, lease_expiry, lane reclaimable, worker leases, returns.
 -- Arguments: execution_id, expected lease_id or empty, reason, revoked_by, request id.
 -- Replies: OK lease_id, epoch | ALREADY_SATISFIED no_active_lease, already_revoked, already_expired.
 -- Errors: execution_not_found, stale_lease. Events: revoked.
@@ -18,6 +18,7 @@ record.register_function('ff_revoke', record.checked_lease, function(c, id, rec,
     'lease_revoked_at', c.now, 'last_transition_at', c.now }
   record.add_or_clear(c, id, rec, fields, 'lease_revoke_reason', reason)
   record.transition(c, id, rec, S.REVOKED, unpack(fields))
+  if rec.held_budgets then admission.give_back(c, id, rec, true) end
   server.call('SREM', K.worker_leases(c.tag, record.worker_instance(rec)), id)
   events.emit_lease(c, 'revoked', id, rec, 'r', reason, 'by', args[4])
   streams.close(c, id, rec, 'lease_revoked')

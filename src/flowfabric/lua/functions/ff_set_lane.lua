@@ -1,10 +1,9 @@
 -- ff_set_lane: copy lane settings to one partition, so that creates and claims see them.
--- Keys: lane config. Arguments: lane, then name, value pairs; an empty value removes the setting.
+-- Keys: lane config, placed, eligible, reclaimable, sigs; rescore. Arguments: lane, version, number of
+--   shards, then the settings that differ from the defaults: name, value. A version older than the
+--   stored one changes nothing.
 -- Replies: nothing. Errors: none. Events: none; an active lane with work rings its doorbell.
 register('ff_set_lane', function(keys, args)
-  local c = Context.open(keys[1])
-  local key = K.lane(c.tag, args[1], 'config')
-  for i = 2, #args, 2 do record.store_setting(key, args[i], args[i + 1]) end
-  if c:lane(args[1]).state == 'active' then waiting.ring_all(c, args[1]) end
+  lanes.copy(Context.open(keys[1]), args[1], args[2], args[3], args, 4)
   return reply.ok()
 end, { 'allow-oom' })

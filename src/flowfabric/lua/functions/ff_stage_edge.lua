@@ -58,15 +58,6 @@ local function form_problem(args)
   end
 end
 
-local function input_problem(c, flow_id, id, input)
-  if input == '' then return nil end
-  for _, text in pairs(values.fields(server.call('HGETALL', K.into(c.tag, flow_id, id)))) do
-    if edges.parse(id, text).input == input then
-      return reply.err('invalid_input', 'input_name: ' .. input .. ' is used twice')
-    end
-  end
-end
-
 register('ff_stage_edge', function(keys, args)
   local c = Context.open(keys[1])
   local flow_id, edge_id, up_id, id = args[1], args[2], args[3], args[4]
@@ -75,12 +66,12 @@ register('ff_stage_edge', function(keys, args)
     local f = flow.shown(c, flow_id)
     reply.stop_with(existing(c, flow_id, f, args))
     if flow.is_cancelled(f) then return reply.err('flow_already_terminal') end
-    if args[8] ~= '' and args[8] ~= f.graph_revision then
-      return reply.err('stale_graph_revision', f.graph_revision)
+    if args[8] ~= '' and tonumber(args[8]) ~= f.graph_revision then
+      return reply.err('stale_graph_revision', values.text(f.graph_revision))
     end
     local kind = edges.KINDS[args[5]]
     reply.stop_with(form_problem(args) or membership_problem(c, flow_id, up_id, id)
-      or input_problem(c, flow_id, id, args[7]))
+      or args[7] ~= '' and graph.input_problem(c, flow_id, id, { [args[7]] = true }) or nil)
     local rec = args[9] == '1' and record.checked(c, id)
     if rec and S.is_terminal(rec.state) then return reply.err('terminal') end
     reply.stop_with(graph.cycle_problem(c, flow_id, up_id, id))

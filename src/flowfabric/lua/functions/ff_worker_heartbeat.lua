@@ -1,6 +1,7 @@
 -- ff_worker_heartbeat: a registered worker is alive; renews its registration.
--- Keys (tag = namespace): worker alive, worker caps. Arguments: instance.
--- Replies: `refreshed`, next expiry ms | `not_registered`. Errors: none. Events: none.
+-- Keys (tag = namespace): worker alive, worker caps, drains. Arguments: instance.
+-- Replies: `refreshed`, next expiry ms, 1 if it is being drained | `not_registered`. Errors: none.
+-- Events: none.
 register('ff_worker_heartbeat', function(keys, args)
   local tag, now = keys[1], clock.now()
   local alive, rec = K.worker_alive(tag, args[1]), K.worker_record(tag, args[1])
@@ -9,5 +10,5 @@ register('ff_worker_heartbeat', function(keys, args)
   server.call('SET', alive, now, 'PX', ttl)
   server.call('HSET', rec, 'last_heartbeat_ms', now)
   server.call('PEXPIRE', rec, ttl)
-  return reply.ok('refreshed', now + ttl)
+  return reply.ok('refreshed', now + ttl, server.call('ZSCORE', K.drains(tag), args[1]) and 1 or 0)
 end, { 'allow-oom' })

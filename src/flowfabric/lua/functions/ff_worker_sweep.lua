@@ -1,14 +1,14 @@
 -- ff_worker_sweep: remove worker processes whose registration has expired from the index.
--- Keys (tag = namespace): workers, worker alive, worker caps, worker events.
+-- Keys (tag = namespace): workers, worker alive, worker caps, drains, worker events.
 -- Arguments: cursor (0 at first), number to look at.
 -- Replies: next cursor (0 at the end), number removed. Errors: none. Events: worker_expired.
 register('ff_worker_sweep', function(keys, args)
   local tag, swept = keys[1], 0
-  local page = server.call('SSCAN', K.workers(tag), args[1], 'COUNT', args[2])
-  for _, instance in ipairs(page[2]) do
+  local page = server.call('HSCAN', K.workers(tag), args[1], 'COUNT', args[2])
+  for i = 1, #page[2], 2 do
+    local instance = page[2][i]
     if server.call('EXISTS', K.worker_alive(tag, instance), K.worker_record(tag, instance)) == 0 then
-      server.call('SREM', K.workers(tag), instance)
-      workers.event(tag, clock.now(), 'worker_expired', '', instance)
+      workers.event(tag, clock.now(), 'worker_expired', (workers.forget(tag, instance)), instance)
       swept = swept + 1
     end
   end

@@ -71,6 +71,14 @@ function values.pieces(list, first)
   end
 end
 
+-- Sends a command that names one key, with any number of arguments after it.
+function values.send(args)
+  if #args <= PIECE then return server.call(unpack(args)) end
+  for first, last in values.pieces(args, 3) do
+    server.call(args[1], args[2], unpack(args, first, last))
+  end
+end
+
 function values.call(command, key, list)
   for first, last in values.pieces(list) do server.call(command, key, unpack(list, first, last)) end
 end

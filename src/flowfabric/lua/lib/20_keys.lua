@@ -46,6 +46,9 @@ function K.lane(tag, lane, name)
   return of_lane[tag][lane][name]
 end
 
+-- The settings of a lane for the whole deployment; the tag is that of the lane registry.
+function K.lane_config(tag, lane) return 'ff:lane:' .. tag .. ':' .. K.lane_part(lane) .. ':config' end
+
 function K.worker_leases(tag, instance)
   return 'ff:idx:' .. tag .. ':worker:' .. instance .. ':leases'
 end
@@ -116,13 +119,33 @@ function K.into(tag, flow_id, id) return 'ff:flow:' .. tag .. ':' .. flow_id .. 
 
 K.events = values.memo(function(tag) return 'ff:part:' .. tag .. ':events' end)
 
+-- A budget; its tag is `{b:M}`. The execution ids in the names of its ledgers have a later tag.
+function K.budget(tag, budget_id) return 'ff:budget:' .. tag .. ':' .. budget_id end
+function K.budget_part(tag, budget_id, part) return K.budget(tag, budget_id) .. ':' .. part end
+function K.ledger(tag, budget_id, id) return K.budget_part(tag, budget_id, 'by_exec:') .. id end
+function K.usage_mark(tag, budget_id, key)
+  return 'ff:usagededup:' .. tag .. ':' .. budget_id .. ':' .. key
+end
+function K.settled(tag, budget_id, reservation_id)
+  return 'ff:settled:' .. tag .. ':' .. budget_id .. ':' .. reservation_id
+end
+
 -- What a subscription group has processed of a partition's feed, and who reads it.
 function K.group(tag, group) return 'ff:part:' .. tag .. ':sub:' .. group end
 function K.group_members(tag, group) return 'ff:part:' .. tag .. ':members:' .. group end
 function K.group_start(tag, group) return 'ff:part:' .. tag .. ':start:' .. group end
 
+-- A quota policy; its tag is `{q:K}`.
+function K.quota(tag, id) return 'ff:quota:' .. tag .. ':' .. id end
+function K.quota_window(tag, id) return K.quota(tag, id) .. ':window:requests_per_window' end
+function K.quota_guards(tag, id) return K.quota(tag, id) .. ':guards' end
+function K.quota_slots(tag, id) return K.quota(tag, id) .. ':admitted_set' end
+function K.quota_blocked(tag, id) return K.quota(tag, id) .. ':blocked' end
+
 -- The worker registry; its tag is the namespace.
 function K.workers(tag) return 'ff:idx:' .. tag .. ':workers' end
+-- Processes that an operator drains, with the time at which their leases are revoked.
+function K.drains(tag) return 'ff:idx:' .. tag .. ':drains' end
 function K.worker_alive(tag, instance) return 'ff:worker:' .. tag .. ':' .. instance .. ':alive' end
 function K.worker_record(tag, instance) return 'ff:worker:' .. tag .. ':' .. instance .. ':caps' end
 function K.worker_events(tag) return 'ff:worker:' .. tag .. ':events' end
@@ -131,10 +154,18 @@ function K.worker_events(tag) return 'ff:worker:' .. tag .. ':events' end
 function K.leader(tag, duty) return 'ff:leader:' .. tag .. (duty ~= '' and ':' .. duty or '') end
 function K.leaders(tag) return 'ff:leader:' .. tag .. ':duties' end
 
--- The bell of one task of a lane; that of the lane is its name, without control characters.
-function K.bell(lane, task) return lane .. '\31' .. task end
+-- The bell of work of a lane with a signature; that of the lane is its name, without control
+-- characters.
+K.BELL_MARK = '\31'
+function K.bell(lane, signature) return lane .. K.BELL_MARK .. signature end
 
 function K.wake(tag, bell)
   if SETTINGS.cluster then return 'ff:wake:' .. tag end
   return 'ff:wake:' .. bell
 end
+
+-- On a single server: the bells with a signature, who listens to bells, and where a listener hears of
+-- new ones.
+K.BELLS = 'ff:idx:bells'
+K.LISTENERS = 'ff:idx:listeners'
+function K.ear(listener) return 'ff:wake:' .. K.BELL_MARK .. listener end

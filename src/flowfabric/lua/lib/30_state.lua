@@ -29,6 +29,7 @@ local is_code = matching('^[srapt][ulxv][edcbqrlon][nwbrdsaktcuqgyopf][nsfcxk][n
 function S.is_code(code) return code ~= nil and is_code(code) end
 
 local phase, eligibility = letter(1), letter(3)
+S.blocking = letter(4)
 S.outcome = letter(5)
 S.attempt = letter(6)
 function S.phase_name(code) return PHASES[phase(code)] end
@@ -47,6 +48,7 @@ S.is_eligible = matching('^..e')
 S.is_delayed = matching('^..d')
 S.is_blocked_by_dependencies = matching('^ruc')
 S.is_held = matching('^ruo')
+S.is_blocked = matching('^ru[bqrlo]')
 S.has_outcome = matching('^....[^n]')
 S.is_success = matching('^....s')
 S.is_cancelled = matching('^....c')
@@ -66,6 +68,8 @@ end
 
 function S.eligible(attempt) return 'ruewn' .. attempt end
 function S.delayed(blocking, attempt) return 'rud' .. blocking .. 'n' .. attempt end
+-- `cause`: the letters of the eligibility and of the blocking reason.
+function S.blocked(cause, attempt) return 'ru' .. cause .. 'n' .. (attempt == 'n' and 'f' or attempt) end
 function S.held(attempt) return 'ruoon' .. attempt end
 function S.waiting_children(attempt) return 'ruccn' .. attempt end
 

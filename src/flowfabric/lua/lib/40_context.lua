@@ -7,8 +7,9 @@ function Context.open(tag, joined)
   -- Room for what calls add, most of all those that end members of flows.
   local self = setmetatable({
     tag = tag, now = clock.now(), joined = joined, lanes = {}, queued = nil, open_commands = nil,
-    released = nil, rung = nil, rings_later = nil, kept = nil, at_hand = nil, flows = nil,
-    tally = nil, units = nil, counts = nil, work = nil, completed = nil,
+    released = nil, rung = nil, rings_later = nil, claimer = nil, kept = nil, at_hand = nil,
+    told = nil, flows = nil, tally = nil, units = nil, counts = nil, work = nil, completed = nil,
+    trimmed = nil,
   }, Context)
   if joined then self.queued, self.open_commands, self.released = {}, {}, {} end
   return self
@@ -66,11 +67,7 @@ end
 
 function Context:flush()
   if not self.joined then return end
-  for _, args in ipairs(self.queued) do
-    for first, last in values.pieces(args, 3) do
-      server.call(args[1], args[2], unpack(args, first, last))
-    end
-  end
+  for i = 1, #self.queued do values.send(self.queued[i]) end
   for lane, signatures in pairs(self.released) do
     for signature in pairs(signatures) do drop_unused(self, lane, signature) end
   end
@@ -115,16 +112,57 @@ function Context:holds_work(lane)
     K.lane(self.tag, lane, 'sigs')) > 0 and not self:is_closed(lane)
 end
 
--- How long a ring for one task lasts: scanners ring again for what waits.
-local TASK_RING_MS = 60000
+-- How many bells listeners know at most, how long they know one, how many listeners learn of a new
+-- one at once, and how long they have to hear of it.
+local MAX_BELLS, BELL_MS, MAX_TOLD, TOLD_MS = 1000, 3600000, 1000, 60000
 
--- Wakes one idle worker for a lane of this partition, or only one that knows a task; a claim that
--- leaves work wakes the next. A refused ring, for example without permission, undoes nothing: the
--- workers' sweep finds the work.
-function Context:ring(lane, task)
-  local bell = task and K.bell(lane, task) or lane
+-- Tells listeners that there is a bell they do not know yet. It rings already: of those who may take
+-- the work, one hears it.
+local function announce(self, bell)
+  local now = values.text(self.now)
+  if server.call('ZADD', K.BELLS, 'NX', now, bell) == 0 then return end
+  local gone = server.call('ZRANGE', K.BELLS, '-inf', self.now - BELL_MS, 'BYSCORE')
+  if #gone == 0 and server.call('ZCARD', K.BELLS) > MAX_BELLS then
+    gone = server.call('ZRANGE', K.BELLS, 0, 0)
+  end
+  for first, last in values.pieces(gone) do
+    server.call('ZREM', K.BELLS, unpack(gone, first, last))
+    for i = first, last do server.call('UNLINK', K.wake(self.tag, gone[i])) end
+  end
+  -- They read all that this call announces.
+  if self.told then return end
+  self.told = true
+  for _, listener in ipairs(server.call('ZRANGE', K.LISTENERS, 0, MAX_TOLD - 1, 'REV')) do
+    local ear = K.ear(listener)
+    server.call('ZADD', ear, now, 'new')
+    server.call('PEXPIRE', ear, TOLD_MS)
+  end
+end
+
+local function strike(self, key, bell, signature)
+  server.call('ZADD', key, 'NX', values.text(self.now), string.match(self.tag, '%d+'))
+  if signature then announce(self, bell) end
+end
+
+-- Deletes a key in the place of bells that is of another type: rings only hint at work.
+function Context.mend_bell(key)
+  local kind = server.call('TYPE', key).ok
+  if kind ~= 'zset' and kind ~= 'none' then server.call('UNLINK', key) end
+end
+
+local function strike_mended(self, key, bell, signature)
+  for _, each in ipairs({ key, K.BELLS, K.LISTENERS }) do Context.mend_bell(each) end
+  self.told = nil
+  strike(self, key, bell, signature)
+end
+
+-- Wakes one idle worker that may take work of this lane with a signature, in this partition; a claim
+-- that leaves work wakes the next. A refused ring, for example without permission, undoes nothing:
+-- the workers' sweep finds the work.
+function Context:ring(lane, signature)
+  local bell = signature and K.bell(lane, signature) or lane
   if self.rings_later then
-    self.rings_later[bell] = { lane = lane, task = task }
+    self.rings_later[bell] = { lane = lane, signature = signature }
     return
   end
   self.rung = self.rung or {}
@@ -135,6 +173,7 @@ function Context:ring(lane, task)
     pcall(server.call, 'SPUBLISH', key, bell)
     return
   end
-  pcall(server.call, 'ZADD', key, 'NX', values.text(self.now), string.match(self.tag, '%d+'))
-  if task then pcall(server.call, 'PEXPIRE', key, TASK_RING_MS) end
+  if not pcall(strike, self, key, bell, signature) then
+    pcall(strike_mended, self, key, bell, signature)
+  end
 end

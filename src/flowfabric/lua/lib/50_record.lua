@@ -33,11 +33,13 @@ function record.problem(rec)
   if not rec.state then return 'state: is missing' end
   if not S.is_code(rec.state) then return "state: '" .. rec.state .. "' is not a state code" end
   if not rec.created_at then return 'created_at: is missing' end
-  for _, name in ipairs(NUMBERS) do
+  for i = 1, #NUMBERS do
+    local name = NUMBERS[i]
     local value = rec[name]
     if value and not tonumber(value) then return name .. ": '" .. value .. "' is not a number" end
   end
-  for _, name in ipairs(PAIRS) do
+  for i = 1, #PAIRS do
+    local name = PAIRS[i]
     local value = rec[name]
     if value and not (#value > 37 and string.find(value, '^[%x-]+/%d+$')) then
       return name .. ": '" .. value .. "' is not <id>/<number>"
@@ -130,21 +132,21 @@ function record.transition(c, id, rec, state, ...)
   else
     server.call('HSET', key, 'state', state, ...)
   end
-  if rec.flow_id then flow.count(c, rec.flow_id, rec.state, state) end
-  rec.state = state
-  for i = 1, select('#', ...), 2 do
-    local name, value = select(i, ...)
-    rec[name] = value
+  if rec.flow_id then
+    flow.count(c, rec.flow_id, rec.counted or rec.state, state)
+    rec.counted = nil
   end
+  rec.state = state
+  local fields = { ... }
+  for i = 1, #fields, 2 do rec[fields[i]] = fields[i + 1] end
 end
 
--- Gives a member a state and fields (name, value pairs) that its next transition writes.
-function record.move_later(c, rec, state, ...)
+-- Gives a member a state and fields (name, value pairs) that its next transition writes and counts.
+function record.move_later(rec, state, ...)
   local fields = { ... }
   for i = 1, #fields, 2 do rec[fields[i]] = fields[i + 1] end
   rec.unwritten = fields
-  flow.count(c, rec.flow_id, rec.state, state)
-  rec.state = state
+  rec.state, rec.counted = state, rec.state
 end
 
 -- Adds what `move_later` left to a list of fields. Another call may have changed it since.
@@ -181,10 +183,4 @@ function record.archive(c, id, rec, state, extra)
   for _, name in ipairs(ARCHIVED) do values.add(args, name, rec[name]) end
   for name, value in pairs(extra or {}) do values.add(args, name, value) end
   server.call(unpack(args))
-end
-
--- An empty value removes the setting.
-function record.store_setting(key, name, value)
-  if value == '' then return server.call('HDEL', key, name) end
-  return server.call('HSET', key, name, value)
 end

@@ -1,7 +1,20 @@
 -- The reply envelope of every function, and how functions for one execution are registered.
 -- Functions named `…_problem` and `…_excess` return an error reply, or nil.
 
-function reply.ok(...) return { 1, 'OK', ... } end
+local effects
+
+-- Tells the caller's metrics what the call did besides its answer: a letter, and what it is about.
+function reply.add_effect(effect) effects = (effects or '') .. ' ' .. effect end
+
+-- What executions of the call give back to budgets and quotas is delivered by the caller.
+local function status()
+  local owed, did = admission.owed_in() or 'OK', effects
+  if not did then return owed end
+  effects = nil
+  return owed .. did
+end
+
+function reply.ok(...) return { 1, status(), ... } end
 function reply.duplicate(id) return { 1, 'DUPLICATE', id } end
 function reply.already(reason) return { 1, 'ALREADY_SATISFIED', reason } end
 function reply.err(code, ...) return { 0, code, ... } end

@@ -9,13 +9,18 @@ local FREQUENT = { acquired = true, completion = true }
 local UNUSUAL = { expired = true, revoked = true, reclaimed = true, replayed = true }
 local UNUSUAL_RELEASE = { failed_retry_scheduled = true, suspend = true }
 
-local FIELDS_FROM = 7
-
-local function is_unusual(kind, args)
+local function is_unusual(kind, fields)
   if kind ~= 'released' then return UNUSUAL[kind] end
-  for i = FIELDS_FROM, #args, 2 do
-    if args[i] == 'r' then return UNUSUAL_RELEASE[args[i + 1]] end
+  for i = 1, #fields, 2 do
+    if fields[i] == 'r' then return UNUSUAL_RELEASE[fields[i + 1]] end
   end
+end
+
+-- The first entry of a call also trims the feed: at each entry, that is a tenth of its time.
+local function append(c, ...)
+  if c.trimmed then return server.call('XADD', K.events(c.tag), '*', ...) end
+  c.trimmed = true
+  return server.call('XADD', K.events(c.tag), 'MAXLEN', '~', SETTINGS.events_maxlen, '*', ...)
 end
 
 -- Appends one entry; `...` are further name, value pairs, none of them nil or false.
@@ -23,42 +28,44 @@ function events.emit(c, kind, id, rec, ...)
   if FREQUENT[kind] and rec.lane_id == 'default' and rec.namespace == 'default'
       and not clock.shifted then
     if rec.flow_id then
-      server.call('XADD', K.events(c.tag), 'MAXLEN', '~', SETTINGS.events_maxlen, '*',
-        't', kind, 'id', id, 'k', rec.execution_kind, 'f', rec.flow_id, ...)
+      append(c, 't', kind, 'id', id, 'k', rec.execution_kind, 'f', rec.flow_id, ...)
     else
-      server.call('XADD', K.events(c.tag), 'MAXLEN', '~', SETTINGS.events_maxlen, '*',
-        't', kind, 'id', id, 'k', rec.execution_kind, ...)
+      append(c, 't', kind, 'id', id, 'k', rec.execution_kind, ...)
     end
     return
   end
-  local args = {
-    'XADD', K.events(c.tag), 'MAXLEN', '~', SETTINGS.events_maxlen, '*',
-    't', kind, 'id', id, 'k', rec.execution_kind, ...
-  }
-  if rec.namespace ~= 'default' then values.add(args, 'ns', rec.namespace) end
-  if rec.lane_id ~= 'default' then values.add(args, 'l', rec.lane_id) end
-  if rec.flow_id then values.add(args, 'f', rec.flow_id) end
-  if clock.shifted then values.add(args, 'at', c.now) end
-  local entry = server.call(unpack(args))
-  if is_unusual(kind, args) then
-    local fields = { 'event_id', entry }
-    for i = FIELDS_FROM, #args do
-      local value = args[i]
-      fields[#fields + 1] = type(value) == 'number' and values.text(value) or value
+  local fields = { 't', kind, 'id', id, 'k', rec.execution_kind, ... }
+  if rec.namespace ~= 'default' then values.add(fields, 'ns', rec.namespace) end
+  if rec.lane_id ~= 'default' then values.add(fields, 'l', rec.lane_id) end
+  if rec.flow_id then values.add(fields, 'f', rec.flow_id) end
+  if clock.shifted then values.add(fields, 'at', c.now) end
+  local entry = append(c, unpack(fields))
+  if is_unusual(kind, fields) then
+    local told = { 'event_id', entry }
+    for i = 1, #fields do
+      local value = fields[i]
+      told[#told + 1] = type(value) == 'number' and values.text(value) or value
     end
     local key = K.history(c.tag, id)
-    server.call('RPUSH', key, cmsgpack.pack(fields))
+    server.call('RPUSH', key, cmsgpack.pack(told))
     server.call('LTRIM', key, -HISTORY_MAX, -1)
   end
 end
 
 -- Appends an entry about a flow.
 function events.emit_flow(c, kind, flow_id, f, ...)
+  local fields = { 't', kind, 'f', flow_id, ... }
+  if f.namespace ~= 'default' then values.add(fields, 'ns', f.namespace) end
+  if clock.shifted then values.add(fields, 'at', c.now) end
+  append(c, unpack(fields))
+end
+
+-- Appends an entry about a budget or a quota policy to the feed of its partition.
+function events.emit_operator(tag, now, kind, ...)
   local args = {
-    'XADD', K.events(c.tag), 'MAXLEN', '~', SETTINGS.events_maxlen, '*', 't', kind, 'f', flow_id, ...
+    'XADD', K.events(tag), 'MAXLEN', '~', SETTINGS.events_maxlen, '*', 't', kind, ...
   }
-  if f.namespace ~= 'default' then values.add(args, 'ns', f.namespace) end
-  if clock.shifted then values.add(args, 'at', c.now) end
+  if clock.shifted then values.add(args, 'at', now) end
   server.call(unpack(args))
 end
 

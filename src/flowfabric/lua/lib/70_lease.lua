@@ -1,6 +1,7 @@
 -- Opening, marking and ending leases.
 
-function lease.leave_indexes(c, id, rec)
+-- `stays`: another lease of the same execution follows.
+function lease.leave_indexes(c, id, rec, stays)
   c:zrem(K.index(c.tag, 'lease_expiry'), id)
   c:zrem(K.lane(c.tag, rec.lane_id, 'active'), id)
   c:srem(K.worker_leases(c.tag, record.worker_instance(rec)), id)
@@ -10,6 +11,7 @@ function lease.leave_indexes(c, id, rec)
     c:release_signature(rec.lane_id, signature)
   end
   if rec.attempt_timeout_ms then c:zrem(K.index(c.tag, 'attempt_timeout'), id) end
+  if rec.quota_policy_id or rec.held_budgets then admission.give_back(c, id, rec, stays) end
   lease.drop_grant(c, id, rec)
 end
 
@@ -43,7 +45,7 @@ local LINEAGE = { t = 'retry', p = 'replay' }
 local WAITING_FIELDS = {
   'blocking_detail', 'delay_until', 'paused', 'suspended_at', 'attempt_timeout_remaining_ms',
   'lease_expired_at', 'lease_revoked_at', 'lease_revoke_reason', 'lease_last_renewed_at',
-  'grant_expires_at',
+  'grant_expires_at', 'retry_at',
 }
 local ATTEMPT_FIELDS = {
   'progress_pct', 'progress_message', 'progress_updated_at', 'resumed_at',

@@ -1,7 +1,8 @@
 -- The one index that holds an execution without a lease.
 
--- Signatures per lane and partition: a claim looks at each of them.
-local MAX_SIGNATURES = 128
+-- Sets of requirements that submitters may choose, and signatures that a call sees, per lane and
+-- partition.
+local MAX_SIGNATURES, MAX_SEEN = 128, 256
 
 local function escaped(char) return string.format('%%%02X', string.byte(char)) end
 
@@ -11,30 +12,56 @@ waiting.task_token = values.memo(function(kind)
 end)
 
 -- The task that a signature names, or nil. It comes last.
-function waiting.task_in(signature) return string.match(',' .. signature, ',(task:[^,]*)$') end
+function waiting.task_in(signature) return string.match(',' .. signature, '[, ](task:[^,]*)$') end
 
--- What only workers offer that know the task, if the execution was offered to one that does not.
-function waiting.task(rec) return rec.offered_to and waiting.task_token(rec.execution_kind) end
+-- What the signatures of a namespace begin with; those of `default` have no mark.
+waiting.namespace_prefix = values.memo(function(namespace)
+  return namespace == 'default' and '' or namespace .. ' '
+end)
 
--- Everything that a worker must offer for the execution, as CSV, or nil.
-function waiting.signature(rec)
-  local required = rec.required_capabilities
-  if not rec.offered_to then return required end
-  return required and required .. ',' .. waiting.task(rec) or waiting.task(rec)
+-- The namespace of a signature and what else it names, as CSV.
+function waiting.parts(signature)
+  local namespace, required = string.match(signature, '^(%S+) (.*)$')
+  return namespace or 'default', required or signature
 end
 
--- Whether submitters chose as many signatures as they may; those with a task do not count.
+-- What a worker must offer for the execution, as CSV, or nil. One that was offered to a worker
+-- without its task waits for workers that have it.
+function waiting.required(rec)
+  local required = rec.required_capabilities
+  if not rec.offered_to then return required end
+  local task = waiting.task_token(rec.execution_kind)
+  return required and required .. ',' .. task or task
+end
+
+-- By which namespace and requirements the execution is indexed, or nil for the plain index.
+function waiting.signature(rec)
+  local required, namespace = waiting.required(rec), rec.namespace
+  if not namespace or namespace == 'default' then return required end
+  return waiting.namespace_prefix(namespace) .. (required or '')
+end
+
+-- Whether submitters chose this set of requirements.
+local function is_chosen(signature)
+  local _, required = waiting.parts(signature)
+  return required ~= '' and not waiting.task_in(signature)
+end
+
+-- Whether submitters chose as many signatures as they may; those of tasks and namespaces alone do not
+-- count.
 local function is_full(key)
   if server.call('SCARD', key) < MAX_SIGNATURES then return false end
   local chosen = 0
-  for _, signature in ipairs(server.call('SRANDMEMBER', key, 2 * MAX_SIGNATURES)) do
-    if not waiting.task_in(signature) then chosen = chosen + 1 end
+  for _, signature in ipairs(server.call('SRANDMEMBER', key, MAX_SEEN)) do
+    if is_chosen(signature) then chosen = chosen + 1 end
   end
   return chosen >= MAX_SIGNATURES
 end
 
-function waiting.signature_excess(c, lane, signature)
+-- The error if a lane has as many sets of requirements as it may, or nil.
+function waiting.signature_excess(c, lane, required, namespace)
   local key = K.lane(c.tag, lane, 'sigs')
+  local signature = waiting.namespace_prefix(namespace or 'default') .. required
   if server.call('SISMEMBER', key, signature) == 1 then return nil end
   if is_full(key) then
     return reply.err('signature_limit_exceeded', values.text(MAX_SIGNATURES))
@@ -46,11 +73,11 @@ function waiting.signature_excess(c, lane, signature)
   end
 end
 
--- Executions that become claimable later may exceed the limit: then each call sees a random part,
--- and those of `own` that are in use.
+-- Tasks, namespaces and executions that become claimable later may exceed that: then each call sees a
+-- random part, and those of `own` that are in use.
 function waiting.signatures(key, own)
-  if server.call('SCARD', key) <= MAX_SIGNATURES then return server.call('SMEMBERS', key) end
-  local found, seen = server.call('SRANDMEMBER', key, MAX_SIGNATURES), {}
+  if server.call('SCARD', key) <= MAX_SEEN then return server.call('SMEMBERS', key) end
+  local found, seen = server.call('SRANDMEMBER', key, MAX_SEEN), {}
   for _, signature in ipairs(found) do seen[signature] = true end
   for first, last in values.pieces(own or {}) do
     for i, used in ipairs(server.call('SMISMEMBER', key, unpack(own, first, last))) do
@@ -69,23 +96,23 @@ function waiting.offer(c, id, rec, key_of)
 end
 
 -- Wakes a worker for an execution that can be claimed. A call that claims rings for what it leaves;
--- what has requirements may be for others, so it rings at once.
+-- what it may not take is for others, so it rings at once.
 function waiting.ring(c, rec)
   local later = c.rings_later
-  if waiting.signature(rec) then c.rings_later = nil end
-  c:ring(rec.lane_id, waiting.task(rec))
+  if later and not offers.takes(c.claimer, rec) then c.rings_later = nil end
+  c:ring(rec.lane_id, waiting.signature(rec))
   c.rings_later = later
 end
 
 -- Rings for all claimable work of a lane; whether there is any.
 function waiting.ring_all(c, lane)
   if not c:holds_work(lane) then return false end
-  local for_any = server.call('EXISTS', K.eligible(c.tag, lane), K.reclaimable(c.tag, lane)) > 0
-  for _, signature in ipairs(waiting.signatures(K.lane(c.tag, lane, 'sigs'))) do
-    local task = waiting.task_in(signature)
-    if task then c:ring(lane, task) else for_any = true end
+  if server.call('EXISTS', K.eligible(c.tag, lane), K.reclaimable(c.tag, lane)) > 0 then
+    c:ring(lane)
   end
-  if for_any then c:ring(lane) end
+  for _, signature in ipairs(waiting.signatures(K.lane(c.tag, lane, 'sigs'))) do
+    c:ring(lane, signature)
+  end
   return true
 end
 

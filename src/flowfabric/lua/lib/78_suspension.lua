@@ -71,6 +71,7 @@ function suspension.close(c, id, open, how)
     values.add(args, 'all_satisfier_signals', table.concat(satisfiers, ','))
   end
   server.call(unpack(args))
+  reply.add_effect('S' .. how.reason .. ':' .. values.text(c.now - (tonumber(open.created_at) or c.now)))
   server.call('DEL', K.marks(c.tag, id), K.satisfiers(c.tag, id))
   if open.timeout_at then server.call('ZREM', K.index(c.tag, 'suspension_timeout'), id) end
   for waitpoint_id in string.gmatch(open.waitpoints, '[^,]+') do

@@ -1,9 +1,32 @@
--- A flow's record: a hash with what its creator gave, and counters of its members by public state.
--- `live` counts those that have not ended, `kept` those that are not trimmed. `held_from`: members
+-- A flow's record: a hash with what its creator gave, and `counters`, a msgpack list: how often it
+-- changed, members that have not ended, members that are not trimmed, members and edges ever, the
+-- graph's revision, then members by public state (engine/valkey/flow_records.py has the same order).
+-- One short field costs least to read and write with each step of a member. `held_from`: members
 -- with this number or a higher one wait for the release of the flow.
 
 local ENDS_MEMBERS = { cancel_all = true, cancel_pending = true }
 local ABANDONED_MS, RETENTION_MS = 3600000, 86400000
+
+-- The place of each counter. By `changes` an audit in several calls sees that the flow went on.
+local CHANGES, LIVE, KEPT, NODES, EDGES, REVISION = 1, 2, 3, 4, 5, 6
+local PLACES = { changes = CHANGES, live = LIVE, kept = KEPT }
+for i = 1, #S.PUBLIC do PLACES['members_' .. S.PUBLIC[i]] = REVISION + i end
+local COUNTERS = REVISION + #S.PUBLIC
+
+local function no_counters()
+  local counters = {}
+  for place = 1, COUNTERS do counters[place] = 0 end
+  return counters
+end
+
+local function with_counters(f)
+  local counters = f.counters and cmsgpack.unpack(f.counters) or no_counters()
+  if #counters ~= COUNTERS then error('counters: are not ' .. COUNTERS .. ' numbers', 0) end
+  f.counters = counters
+  f.node_count, f.edge_count, f.graph_revision =
+    counters[NODES], counters[EDGES], counters[REVISION]
+  return f
+end
 
 -- The record, or nil. It is read once per call.
 function flow.read(c, flow_id)
@@ -12,12 +35,11 @@ function flow.read(c, flow_id)
   if known == nil then
     local flat = server.call('HGETALL', K.flow(c.tag, flow_id))
     -- Room for the usual fields from the start.
-    known = #flat > 0 and values.fields(flat, {
-      flow_kind = nil, namespace = nil, created_at = nil, last_mutation_at = nil, digest = nil,
-      graph_revision = nil, node_count = nil, edge_count = nil, changes = nil, kept = nil, live = nil,
-      members_waiting = nil, members_waiting_children = nil, members_active = nil,
-      members_completed = nil, finished_at = nil,
-    })
+    known = #flat > 0 and with_counters(values.fields(flat, {
+      namespace = 'default', flow_kind = nil, created_at = nil, last_mutation_at = nil,
+      digest = nil, counters = nil, node_count = nil, edge_count = nil, graph_revision = nil,
+      finished_at = nil,
+    }))
     c.flows[flow_id] = known
   end
   return known or nil
@@ -43,9 +65,9 @@ end
 function flow.create(c, flow_id, kind, namespace, more)
   more = more or {}
   server.call('ZADD', K.index(c.tag, 'flow_index'), 0, flow_id)
-  c.flows[flow_id] = {}
-  local fields = { 'flow_kind', kind, 'namespace', namespace, 'created_at', c.now,
-    'last_mutation_at', c.now, 'graph_revision', '0', 'node_count', '0', 'edge_count', '0' }
+  c.flows[flow_id] = with_counters({ namespace = namespace })
+  local fields = { 'flow_kind', kind, 'created_at', c.now, 'last_mutation_at', c.now }
+  if namespace ~= 'default' then values.add(fields, 'namespace', namespace) end
   values.add(fields, 'digest', more.digest)
   values.add(fields, 'parent_execution_id', more.parent)
   values.add(fields, 'depth', more.depth)
@@ -54,7 +76,10 @@ function flow.create(c, flow_id, kind, namespace, more)
   return flow.read(c, flow_id)
 end
 
-function flow.number(f, name) return tonumber(f[name] or 0) end
+function flow.number(f, name)
+  local place = PLACES[name]
+  return place and f.counters[place] or tonumber(f[name] or 0)
+end
 
 -- When a flow may be deleted, or nil: a while after its submission was given up, or after it ended
 -- and its last member was deleted; at once if its parent was deleted.
@@ -138,7 +163,8 @@ function flow.resumes(c, rec)
     and not (rec.flow_id and server.call('ZSCORE', K.index(c.tag, 'cancel_backlog'), rec.flow_id))
 end
 
-local function is_held(c, id, rec)
+-- Whether a flow that was submitted held still holds the member.
+function flow.holds(c, id, rec)
   local f = rec.flow_id and flow.read(c, rec.flow_id)
   local from = f and tonumber(f.held_from)
   if not from then return false end
@@ -150,7 +176,7 @@ end
 function flow.unblocked(c, id, rec)
   local attempt = S.attempt(rec.state)
   if attempt == 'n' then attempt = 'f' end
-  if is_held(c, id, rec) then
+  if flow.holds(c, id, rec) then
     server.call('RPUSH', K.held(c.tag, rec.flow_id), id)
     return S.held(attempt), 'flow held'
   end
@@ -213,31 +239,33 @@ function flow.tally(c, flow_id)
   return tally
 end
 
--- The counter of members in a state.
-local counter = values.memo(function(code) return 'members_' .. S.public(code) end)
+-- The counter of members in a state. Those of members that have not ended come first.
+local counter = values.memo(function(code) return PLACES['members_' .. S.public(code)] end)
+local LAST_LIVE = PLACES.members_suspended
 
-local function add(tally, name, by) tally[name] = (tally[name] or 0) + by end
+local function add(tally, place, by) tally[place] = (tally[place] or 0) + by end
 
 -- Notes a member's change of state (nil: it joined); `settle` writes it at the end of the call.
 function flow.count(c, flow_id, before, after)
   local old, new = before and counter(before), counter(after)
   if old == new then return end
   local tally = flow.tally(c, flow_id)
-  local live = S.is_terminal(after) and 0 or 1
+  local live = new <= LAST_LIVE and 1 or 0
   if old then
-    add(tally, old, -1)
-    if not S.is_terminal(before) then live = live - 1 end
+    tally[old] = (tally[old] or 0) - 1
+    if old <= LAST_LIVE then live = live - 1 end
   else
-    add(tally, 'kept', 1)
+    add(tally, KEPT, 1)
   end
-  add(tally, new, 1)
-  if live ~= 0 then add(tally, 'live', live) end
+  tally[new] = (tally[new] or 0) + 1
+  if live ~= 0 then add(tally, LIVE, live) end
 end
 
 local function finish(c, flow_id, f)
   local state = flow.derived(f)
   flow.set(c, flow_id, 'finished_at', c.now)
   events.emit_flow(c, 'flow_finished', flow_id, f, 'fs', state)
+  reply.add_effect('F' .. state)
   if f.parent_execution_id then cascade.tell_parent(c, flow_id, f, state) end
 end
 
@@ -245,40 +273,27 @@ end
 function flow.count_trimmed(c, flow_id, state)
   local f = flow.read(c, flow_id)
   if not f or f.deleting then return end
-  local tally = flow.tally(c, flow_id)
-  add(tally, 'trimmed_' .. S.public(state), 1)
-  add(tally, 'kept', -1)
+  local name = 'trimmed_' .. S.public(state)
+  flow.set(c, flow_id, name, flow.number(f, name) + 1)
+  add(flow.tally(c, flow_id), KEPT, -1)
 end
 
-local GROWING = { 'node_count', 'edge_count', 'graph_revision' }
-
--- The changes of one flow, as name, value pairs; the record is read, so they are absolute.
-local function changes(c, f, tally, grown)
-  local fields, at = {}, 0
-  local function set(name, value)
-    f[name] = values.text(value)
-    fields[at + 1], fields[at + 2] = name, f[name]
-    at = at + 2
-  end
-  if tally then
-    for name, by in pairs(tally) do
-      if by ~= 0 then set(name, flow.number(f, name) + by) end
-    end
-    -- By this an audit in several calls sees that the flow went on.
-    set('changes', flow.number(f, 'changes') + 1)
-  end
-  if grown then
-    for _, name in ipairs(GROWING) do set(name, f[name]) end
-    set('last_mutation_at', c.now)
-  end
-  return fields
-end
-
+-- Writes the changes of one flow; the record is read, so they are absolute.
 local function write(c, flow_id, tally, grown)
   local f = flow.read(c, flow_id)
   if not f then return end
-  local fields = changes(c, f, tally, grown)
-  if #fields > 0 then server.call('HSET', K.flow(c.tag, flow_id), unpack(fields)) end
+  local counters = f.counters
+  if tally then
+    for place, by in pairs(tally) do counters[place] = counters[place] + by end
+    counters[CHANGES] = counters[CHANGES] + 1
+  end
+  local key = K.flow(c.tag, flow_id)
+  if not grown then return server.call('HSET', key, 'counters', cmsgpack.pack(counters)) end
+  counters[NODES], counters[EDGES], counters[REVISION] =
+    f.node_count, f.edge_count, f.graph_revision
+  f.last_mutation_at = values.text(c.now)
+  server.call('HSET', key, 'counters', cmsgpack.pack(counters), 'last_mutation_at',
+    f.last_mutation_at)
 end
 
 local function check_finished(c, flow_id)
@@ -303,7 +318,7 @@ function flow.recount(c, flow_id, f, counts)
     local stored = flow.number(f, name)
     if stored == counted then return end
     drift[#drift + 1] = name .. ' ' .. values.text(stored) .. '>' .. values.text(counted)
-    flow.set(c, flow_id, name, values.text(counted))
+    f.counters[PLACES[name]] = counted
   end
   for _, state in ipairs(S.PUBLIC) do
     local found = counts[state] or 0

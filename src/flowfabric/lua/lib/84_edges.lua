@@ -15,7 +15,14 @@ edges.COUNTERS = { s = 'succeeded', i = 'failed', k = 'skipped' }
 
 -- These look at a line without parsing it: joins may be wide.
 function edges.counter(line) return edges.COUNTERS[string.sub(line, 1, 1)] end
-function edges.is_impossible(line) return string.find(line, '^[ik]') ~= nil end
+function edges.is_impossible(line)
+  local counter = edges.counter(line)
+  return counter ~= nil and counter ~= 'succeeded'
+end
+function edges.input_name(line)
+  local before = string.find(line, ' ', string.find(line, ' ', 4, true) + 38, true)
+  return string.sub(line, before + 1, string.find(line, ' ', before + 1, true) - 1)
+end
 
 function edges.parse(id, text)
   local state, kind, number, upstream, made, run, resolved, input, ref = string.match(text, EDGE)
@@ -34,14 +41,17 @@ function edges.satisfied_by(e, outcome) return SATISFIED_BY[e.kind][outcome] == 
 function edges.id_of(c, uuid) return c.tag .. ':' .. uuid end
 function edges.uuid_of(id) return string.sub(id, -36) end
 
+local counted = values.memo(function(text)
+  local n, succeeded, failed, skipped, state =
+    string.match(text, '^(%d+) (%d+) (%d+) (%d+) (%l)$')
+  return n and { tonumber(n), tonumber(succeeded), tonumber(failed), tonumber(skipped), state }
+end)
+
 -- Counters: applied edges, succeeded, failed, skipped. States: pending, satisfied, impossible.
 function edges.group(id, rec)
-  if not rec.deps then return { n = 0, succeeded = 0, failed = 0, skipped = 0, state = 'p' } end
-  local n, succeeded, failed, skipped, state =
-    string.match(rec.deps, '^(%d+) (%d+) (%d+) (%d+) (%l)$')
-  if not n then error(id .. ": deps: '" .. rec.deps .. "' are not counters", 0) end
-  return { n = tonumber(n), succeeded = tonumber(succeeded), failed = tonumber(failed),
-    skipped = tonumber(skipped), state = state }
+  local g = counted(rec.deps or '0 0 0 0 p')
+  if not g then error(id .. ": deps: '" .. rec.deps .. "' are not counters", 0) end
+  return { n = g[1], succeeded = g[2], failed = g[3], skipped = g[4], state = g[5] }
 end
 
 function edges.group_text(g)

@@ -44,6 +44,7 @@ function ending.finish(c, id, rec, how)
   else
     local open = S.is_suspended(rec.state) and suspension.open(c, id)
     if open then suspension.close(c, id, open, { reason = how.close_reason }) end
+    if rec.grant_expires_at and rec.quota_policy_id then admission.give_back(c, id, rec) end
     waiting.leave(c, id, rec)
     if rec.attempt and S.between_attempts(rec.state) then
       record.set(c, id, rec, 'between_attempts', '1')
@@ -51,7 +52,8 @@ function ending.finish(c, id, rec, how)
   end
   if rec.state ~= S.ACTIVE then
     record.clear(c, id, rec, 'blocking_detail', 'delay_until', 'lease_expired_at',
-      'lease_revoked_at', 'lease_revoke_reason', 'current_suspension_id', 'current_waitpoint_id')
+      'lease_revoked_at', 'lease_revoke_reason', 'current_suspension_id', 'current_waitpoint_id',
+      'retry_at')
   end
   suspension.drop_pending(c, id, rec, how.close_reason or 'never_committed')
   if rec.execution_deadline_at then c:zrem(K.index(c.tag, 'execution_deadline'), id) end

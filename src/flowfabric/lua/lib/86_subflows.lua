@@ -15,11 +15,15 @@ local function owned(rec)
   return flow_id, tag ~= '' and tag or nil
 end
 
--- Leaves a message: a list of texts as JSON, a newline, and bytes. The time makes it unique.
+local OPPOSITE = { s = 'c', c = 's' }
+
+-- Leaves a message: a list of texts as JSON, a newline, and bytes. The time makes it unique. An order
+-- to start replaces one to cancel, and the other way round.
 local function post(c, kind, flow_id, parts, bytes)
+  local key = K.index(c.tag, 'subflow_outbox')
   table.insert(parts, 1, values.text(c.now))
-  server.call('HSET', K.index(c.tag, 'subflow_outbox'), kind .. '|' .. flow_id,
-    cjson.encode(parts) .. '\n' .. (bytes or ''))
+  server.call('HSET', key, kind .. '|' .. flow_id, cjson.encode(parts) .. '\n' .. (bytes or ''))
+  if OPPOSITE[kind] then server.call('HDEL', key, OPPOSITE[kind] .. '|' .. flow_id) end
   cascade.counts(c).pending = 1
 end
 
@@ -90,15 +94,34 @@ function subflows.ask_parent(c, flow_id, f)
   post(c, 'h', flow_id, { f.parent_execution_id, f.namespace })
 end
 
--- Has a finished flow run again: `a`: what did not succeed, `w`: all of it; the drain replays its
--- members. The flow does not finish before that is done.
+-- Has a flow run again: `a`: what did not succeed, `w`: all of a finished one, `n`: all of one that
+-- was cancelled; the drain replays its members. The flow does not finish before that is done.
 function subflows.rerun(c, flow_id, which)
   local f = flow.read(c, flow_id)
-  if not f or flow.is_cancelled(f) or not flow.is_shown(f) then return false end
+  if not f or not flow.is_shown(f) then return false end
+  if which ~= 'n' and flow.is_cancelled(f) then return false end
+  if which == 'n' and not flow.is_cancelled(f) and not f.finished_at then
+    -- The order to cancel never arrived.
+    subflows.begin(c, flow_id)
+    return true
+  end
   flow.set(c, flow_id, 'replaying', '1')
   if f.finished_at then flow.clear(c, flow_id, 'finished_at') end
+  server.call('HDEL', K.index(c.tag, 'subflow_outbox'), 'f|' .. flow_id)
   server.call('HSET', K.index(c.tag, 'replay_backlog'), flow_id, which .. ' 0')
   cascade.counts(c).pending = 1
+  return true
+end
+
+-- Ends the cancellation of a flow that runs again; false while members are left to cancel.
+function subflows.revive(c, flow_id)
+  local f = flow.read(c, flow_id)
+  if not flow.is_cancelled(f) then return true end
+  local owing = server.call('ZSCORE', K.index(c.tag, 'cancel_backlog'), flow_id)
+  if owing and select(3, flow_cancel.drain(c, flow_id)) > 0 then return false end
+  flow.clear(c, flow_id, 'cancelled_at', 'cancel_reason', 'cancellation_policy')
+  flow.expect_deletion(c, flow_id, f)
+  subflows.begin(c, flow_id)
   return true
 end
 
@@ -165,16 +188,14 @@ function subflows.delete(c, rec)
   subflows.orphan(c, flow_id)
 end
 
--- What a member that runs again does with its flow: a flow that succeeded runs again, of one that
--- failed what did not succeed; one that was cancelled stays so, and another one takes its place.
+local AGAIN = { s = 'w', f = 'a' }
+
+-- What a member that runs again does with its flow: of a flow that failed, what did not succeed runs
+-- again; any other flow runs from its start.
 function subflows.prepare_replay(c, id, rec)
   record.clear(c, id, rec, 'subflow_open')
-  local outcome = S.outcome(rec.state)
-  if not rec.subflow then return end
-  if outcome == 's' or outcome == 'f' then
-    record.set(c, id, rec, 'subflow_again', outcome == 's' and 'w' or 'a')
-  else
-    subflows.detach(c, id, rec)
+  if rec.subflow then
+    record.set(c, id, rec, 'subflow_again', AGAIN[S.outcome(rec.state)] or 'n')
   end
 end
 
@@ -232,6 +253,11 @@ end
 function subflows.finish_parent(c, id, flow_id, state, reason, encoding, result)
   local rec = record.checked(c, id)
   if not rec or S.is_terminal(rec.state) or owned(rec) ~= flow_id then return end
+  -- The flow is about to run again: this is how it ended before.
+  if rec.subflow_again
+      or server.call('HEXISTS', K.index(c.tag, 'subflow_outbox'), 's|' .. flow_id) == 1 then
+    return
+  end
   if state == 'gone' then return subflows.detach(c, id, rec) end
   rec.flow_ended = true
   if state == 'cancelled' then return ending.cancel(c, id, rec, 'flow_cascade', reason) end

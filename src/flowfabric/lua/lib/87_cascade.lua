@@ -115,9 +115,11 @@ end
 
 local function cancel_sibling(c, flow_id, child, up_id, reason, spares)
   local up = record.checked_lease(c, up_id)
-  if not up or S.is_terminal(up.state) then return end
+  local found = not up and 'not_found' or S.is_terminal(up.state) and 'already_terminal'
+  if found then return reply.add_effect('C' .. reason .. ':' .. found) end
   if spares and feeds_another(c, flow_id, up_id, child) then return end
   ending.cancel(c, up_id, up, 'flow_cascade', reason)
+  reply.add_effect('C' .. reason .. ':cancelled')
   add(c, 'cancelled')
 end
 
@@ -241,6 +243,9 @@ function cascade.resolve(c, flow_id, edge_id, id, up_id, up)
     and pass_result(c, id, rec, e, up_id, up)
   if verdict then
     decide(c, id, rec, verdict, e, { 'deps', edges.group_text(g) })
+    -- In the call that ended the upstream, no time has passed.
+    local ended = verdict == 's' and tonumber(up.completed_at) or c.now
+    if ended < c.now then reply.add_effect('H' .. values.text(c.now - ended)) end
   else
     record.set(c, id, rec, 'deps', edges.group_text(g))
   end

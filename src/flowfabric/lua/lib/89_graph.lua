@@ -61,6 +61,16 @@ function graph.edges_problem(c, flow_id, list)
   end
 end
 
+-- The error if a child has an input of one of these names already, or nil. `names`: name, true.
+function graph.input_problem(c, flow_id, id, names)
+  for _, line in ipairs(server.call('HVALS', K.into(c.tag, flow_id, id))) do
+    local name = edges.input_name(line)
+    if names[name] then
+      return reply.err('invalid_input', 'input_name: ' .. name .. ' is used twice')
+    end
+  end
+end
+
 -- The rank of a child with these edges: every upstream has a lower one. It is at least `floor`.
 function graph.rank(c, list, floor)
   local rank = floor or 0
@@ -75,7 +85,7 @@ function graph.add_edge(c, flow_id, f, id, each, state)
   local up_id = edges.id_of(c, up_uuid)
   local up = upstream(c, up_id)
   grow(c, flow_id, f, 'edge_count')
-  local e = { state = state, kind = kind, number = tonumber(f.edge_count), upstream = up_uuid,
+  local e = { state = state, kind = kind, number = f.edge_count, upstream = up_uuid,
     made = values.text(math.max(0, c.now - tonumber(f.created_at))), run = '', resolved = '',
     input = input, ref = ref }
   server.call('HSET', K.into(c.tag, flow_id, id), edge_id, edges.format(e))
@@ -207,6 +217,7 @@ end
 -- dropped from the list. An edge is { edge_id, upstream uuid, kind letter, input name, reference,
 -- child uuid }.
 local function late_problem(c, flow_id, late, created)
+  local named = {}
   for i = #late, 1, -1 do
     local each = late[i]
     local id, up_id = edges.id_of(c, each[6]), edges.id_of(c, each[2])
@@ -221,6 +232,10 @@ local function late_problem(c, flow_id, late, created)
       end
       local rec = record.checked(c, id)
       if rec and S.is_terminal(rec.state) then return reply.err('terminal', id) end
+      if each[4] ~= '' then
+        named[id] = named[id] or {}
+        named[id][each[4]] = true
+      end
       for before in pairs(existing_before(c, created, up_id, {}, {})) do
         if before == id then return reply.err('cycle_detected') end
         if may_close(c, flow_id, before, id) then
@@ -229,6 +244,10 @@ local function late_problem(c, flow_id, late, created)
         end
       end
     end
+  end
+  for id, names in pairs(named) do
+    local problem = graph.input_problem(c, flow_id, id, names)
+    if problem then return problem end
   end
 end
 
@@ -241,6 +260,22 @@ local function floor_of(c, fresh, created, late)
     end
   end
   return floor
+end
+
+-- Whether a flow has all these members and edges, so that adding them again changes nothing.
+function graph.is_stored(c, flow_id, items, late, more)
+  local wanted = { late, more }
+  for _, item in ipairs(items) do
+    local known = upstream(c, item[1])
+    if not known or known.flow_id ~= flow_id then return false end
+    wanted[#wanted + 1] = item[5].deps
+  end
+  for _, list in ipairs(wanted) do
+    for _, each in ipairs(list) do
+      if server.call('HEXISTS', K.edges(c.tag, flow_id), each[1]) == 0 then return false end
+    end
+  end
+  return true
 end
 
 -- Adds new members ({ id, kind, payload, encoding, options }, upstreams first), late edges and more

@@ -50,21 +50,13 @@ local function typed(value, wanted)
   return value
 end
 
-local function unenforced(policy)
-  if #(typed(policy.budget_ids, 'table') or NONE) > 0 then
-    return reply.err('unavailable', 'budget_ids: budgets are not enforced yet; submit without them')
-  end
-  if typed(policy.quota_policy_id, 'string') then
-    return reply.err('unavailable', 'quota_policy_id: quotas are not enforced yet; submit without it')
-  end
-end
-
 local function extract(policy)
   local signature, problem = required_signature(policy)
   local timeouts = typed(policy.timeout_policy, 'table') or NONE
   local stream = typed(policy.stream_policy, 'table') or NONE
+  local budgets, quota_policy, misattached = admission.attached(policy)
   return {
-    error = problem or unenforced(policy),
+    error = problem or misattached,
     priority = typed(policy.priority, 'number'),
     delay = typed(policy.delay_until, 'number'),
     dedup = typed(policy.dedup_window_ms, 'number'),
@@ -75,6 +67,8 @@ local function extract(policy)
       max_reclaim_count = typed(policy.max_reclaim_count, 'number'),
       retention_ms = bounded(typed(stream.retention_ttl_ms, 'number')),
       stream_maxlen = typed(stream.retention_maxlen, 'number'),
+      budget_ids = budgets,
+      quota_policy_id = quota_policy,
     },
   }
 end
@@ -101,7 +95,7 @@ end
 local UUID_BYTES = 36
 
 -- The id that an idempotency key stands for, or nil. Its entry is the id, then the digest as hex.
-local function keyed(c, namespace, idem, given)
+function creating.keyed(c, namespace, idem, given)
   local entry = server.call('GET', K.idem(c.tag, namespace, idem))
   if not entry then return nil end
   local size = #c.tag + 1 + UUID_BYTES
@@ -113,10 +107,20 @@ local function keyed(c, namespace, idem, given)
   return stored
 end
 
+-- Ends the call if the lane is no longer spread over as many partitions as the submitter believes:
+-- a repeat would look for the key elsewhere.
+local function check_placement(c, lane, view)
+  local shards = server.call('HGET', K.lane(c.tag, lane, 'placed'), 'spread_over') or '1'
+  if shards ~= view then reply.refuse('lane_placement_changed', lane, shards) end
+end
+
 -- The id that this submission already has, or nil.
 local function existing(c, id, lane, namespace, opts)
-  local stored = opts.idem and keyed(c, namespace, opts.idem, opts.digest)
-  if stored then return stored end
+  if opts.idem then
+    local stored = creating.keyed(c, namespace, opts.idem, opts.digest)
+    if stored then return stored end
+    if opts.view then check_placement(c, lane, opts.view) end
+  end
   if opts.is_new then return nil end
   -- Usually none of these exists, and one command tells it.
   local core, backlog = K.core(c.tag, id), K.index(c.tag, 'purge_backlog')
@@ -227,8 +231,9 @@ local function accepted(c, lane, opts)
   end
   local policy = opts.policy and (#opts.policy > KEPT_BYTES and digest(opts.policy)
     or kept_digest(opts.policy)) or NONE
-  local signature = policy.fields and policy.fields.required_capabilities
-  reply.stop_with(policy.error or (signature and waiting.signature_excess(c, lane, signature)))
+  local required = policy.fields and policy.fields.required_capabilities
+  reply.stop_with(policy.error
+    or (required and waiting.signature_excess(c, lane, required, opts.ns)))
   return policy
 end
 
@@ -271,7 +276,7 @@ function creating.create(c, id, kind, payload, encoding, opts)
     local key, entry = K.idem(c.tag, namespace, opts.idem), id .. (opts.digest or '')
     if window > 0 then server.call('SET', key, entry, 'PX', window) end
   end
-  if S.is_eligible(rec.state) then c:ring(lane) end
+  if S.is_eligible(rec.state) then waiting.ring(c, rec) end
   if f then join_flow(c, f, id, rec, opts) end
   return S.public(rec.state)
 end

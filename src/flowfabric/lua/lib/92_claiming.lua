@@ -1,9 +1,8 @@
 -- Finding claimable executions of a lane and turning them into leases.
 
 -- Executions that cannot be claimed now (a live grant, a grace period, an unreadable record) must
--- not hide those after them: a claim looks this much further, at most this far into one index, and
--- at most at this many candidates of all indexes together.
-local LOOK_AHEAD, MAX_LOOKED, MAX_CANDIDATES = 16, 256, 1024
+-- not hide those after them: a claim looks this much further.
+local LOOK_AHEAD = 16
 -- A claim stops once its payloads and tags have this many bytes.
 local MAX_BYTES = 4194304
 local DEFAULT_RECLAIM_CAP = 1000
@@ -13,113 +12,8 @@ local REMEMBERED = 128
 local TRACE = 8
 
 local NONE = {}
-
--- Offered besides the tasks that the worker knows: it takes no others.
-local NO_OTHER_TASKS = 'task:'
-
--- What a worker offers: `tasks` are those of its tokens that name tasks, and `covers` tells whether
--- it has all that a signature names.
-claiming.offered = values.memo(function(csv)
-  local offered = { tokens = {}, tasks = {} }
-  for token in string.gmatch(csv, '[^,]+') do
-    offered.tokens[token] = true
-    if string.find(token, '^task:') then table.insert(offered.tasks, token) end
-  end
-  offered.no_other_tasks = offered.tokens[NO_OTHER_TASKS]
-  offered.covers = values.memo(function(signature)
-    return not claiming.missing(signature, offered)
-  end)
-  return offered
-end)
-
--- The required tokens that are not offered, as a sorted CSV, or nil.
-function claiming.missing(required, offered)
-  if not required then return nil end
-  local absent
-  for token in string.gmatch(required, '[^,]+') do
-    if not offered.tokens[token] then absent = absent and absent .. ',' .. token or token end
-  end
-  return absent
-end
-
-local function best_first(a, b)
-  if a.score ~= b.score then return a.score < b.score end
-  return a.id < b.id
-end
-
--- The signatures of the lane that this worker covers, how far it looks into each index, and the
--- indexes of tasks.
-local function covered(c, want, offered)
-  if not want.covered then
-    want.covered, want.task_in, want.rest = {}, {}, {}
-    local used = waiting.signatures(K.lane(c.tag, want.lane, 'sigs'), offered.tasks)
-    for _, signature in ipairs(used) do
-      if offered.covers(signature) then
-        table.insert(want.covered, signature)
-        local task = waiting.task_in(signature)
-        want.task_in[K.eligible(c.tag, want.lane, signature)] = task
-        want.task_in[K.reclaimable(c.tag, want.lane, signature)] = task
-      end
-    end
-    local indexes_seen = 2 + 2 * #want.covered
-    want.most_looked = math.min(MAX_LOOKED, math.ceil(MAX_CANDIDATES / indexes_seen))
-  end
-  return want.covered
-end
-
--- Whether the lane has no settings here, nothing to reclaim, and no signature that the worker covers.
-local function is_plain(c, want, offered)
-  local lane = want.lane
-  local lost, config = K.lane(c.tag, lane, 'reclaimable'), K.lane(c.tag, lane, 'config')
-  -- Usually none of these exists, and one command tells it.
-  if server.call('EXISTS', K.lane(c.tag, lane, 'sigs'), lost, config) > 0
-      and (server.call('EXISTS', lost, config) > 0 or #covered(c, want, offered) > 0) then
-    return false
-  end
-  c.lanes[lane] = Context.DEFAULTS
-  return true
-end
-
--- Ids of executions that this worker could claim, best first; the index of each, in the same order,
--- or none if all are eligible without requirements; and the indexes that may hold more, with the
--- position of their last one here.
-local function candidates(c, want, offered, limit)
-  local eligible = K.eligible(c.tag, want.lane)
-  if want.plain then
-    local ids = server.call('ZRANGE', eligible, 0, limit - 1)
-    return ids, NONE, #ids == limit and { [eligible] = limit } or NONE
-  end
-  local signatures = covered(c, want, offered)
-  limit = math.min(limit, want.most_looked)
-  local found, crowded, sources = {}, {}, 0
-  local function add(key)
-    local page = server.call('ZRANGE', key, 0, limit - 1, 'WITHSCORES')
-    for i = 1, #page, 2 do
-      found[#found + 1] = { id = page[i], score = tonumber(page[i + 1]), key = key }
-    end
-    if #page > 0 then sources = sources + 1 end
-    if #page == 2 * limit then crowded[key] = true end
-    return #page > 0
-  end
-  local function add_both(signature)
-    local any = add(K.eligible(c.tag, want.lane, signature))
-    return add(K.reclaimable(c.tag, want.lane, signature)) or any
-  end
-  add_both()
-  for _, signature in ipairs(signatures) do
-    if not add_both(signature) then
-      server.call('SREM', K.lane(c.tag, want.lane, 'sigs'), signature)
-    end
-  end
-  if sources > 1 then table.sort(found, best_first) end
-  local ids, stand_in = {}, {}
-  for i, candidate in ipairs(found) do
-    ids[i] = candidate.id
-    stand_in[i] = candidate.key
-    if crowded[candidate.key] then crowded[candidate.key] = i end
-  end
-  return ids, stand_in, crowded
-end
+-- Instead of the number left: the worker is being drained and gets nothing.
+local REFUSED = -1
 
 function claiming.mode(c, rec)
   if rec.state == S.NEW then return 'fresh' end
@@ -180,9 +74,10 @@ function claiming.take(c, id, rec, mode, grant)
       failure_reason = S.is_lease_revoked(rec.state) and 'lease_revoked' or 'lease_expired',
     })
     streams.close(c, id, rec, 'reclaimed')
-    lease.leave_indexes(c, id, rec)
+    lease.leave_indexes(c, id, rec, true)
   else
     waiting.leave(c, id, rec)
+    if rec.quota_policy_id and rec.lease then admission.keep_slot(c, id, rec) end
   end
   local suspended = rec.paused and string.sub(rec.paused, 1, 8) == 'suspend:'
   lease.open(c, id, rec, mode, grant)
@@ -194,10 +89,11 @@ end
 local MODE_LETTERS = { fresh = 'f', resumed = 'r', reclaimed = 'c' }
 
 -- What most claims lack: attempt type, tags, namespace, ms left of the attempt's time, deadline of
--- the execution, why it was resumed, flow, inputs. Callers ignore further parts, here and in the row.
+-- the execution, why it was resumed, flow, inputs, quota policy. Callers ignore further parts, here and in the row.
 local function optional_parts(c, id, rec, mode)
   if not (rec.attempt_type or rec.tagged or rec.attempt_timeout_ms or rec.execution_deadline_at
-      or rec.flow_id) and rec.namespace == 'default' and mode ~= 'resumed' then
+      or rec.flow_id or rec.quota_policy_id) and rec.namespace == 'default'
+      and mode ~= 'resumed' then
     return nil
   end
   local left = rec.time_left
@@ -215,15 +111,18 @@ local function optional_parts(c, id, rec, mode)
     mode == 'resumed' and suspension.cause(c, id, rec) or false,
     rec.flow_id or false,
     rec.named and edges.claimed_inputs(c, id, rec) or false,
+    rec.quota_policy_id or false,
   }
 end
 
--- Everything a worker needs to run the claimed attempt, by position.
+-- Everything a worker needs to run the claimed attempt, by position; then since when it could be
+-- claimed.
 function claiming.row(c, id, rec, mode)
   return {
     id, MODE_LETTERS[mode], rec.execution_kind, rec.lease, rec.attempt,
     record.payload(c, id, rec), rec.payload_encoding or false,
-    tonumber(rec.lease_expires_at), optional_parts(c, id, rec, mode),
+    tonumber(rec.lease_expires_at), optional_parts(c, id, rec, mode) or false,
+    rec.last_transition_at or rec.created_at,
   }
 end
 
@@ -263,8 +162,8 @@ function claiming.leave_to_others(c, id, rec, worker, key)
 end
 
 -- Claims one candidate if possible; true if it cannot be claimed now but stays in its index.
-local function consider(c, want, offered, id, key, rows)
-  local rec = record.read(c, id)
+local function consider(c, want, offered, id, key, rows, rec)
+  rec = rec or record.read(c, id)
   -- A new execution without a time limit has no other field that a claim computes with.
   if rec and (rec.state ~= S.NEW or rec.attempt_timeout_ms) then record.check(id, rec) end
   local mode = rec and claiming.mode(c, rec)
@@ -275,7 +174,7 @@ local function consider(c, want, offered, id, key, rows)
     return false
   end
   if (rec.grant_expires_at and tonumber(rec.grant_expires_at) >= c.now)
-      or claiming.missing(waiting.signature(rec), offered) then
+      or not offers.takes(offered, rec) then
     return true
   end
   if claiming.ends_with_flow(c, id, rec, mode) then return false end
@@ -288,7 +187,11 @@ local function consider(c, want, offered, id, key, rows)
     end
     return false
   end
-  if mode == 'reclaimed' and end_at_cap(c, id, rec) then return false end
+  if mode == 'reclaimed' then
+    if end_at_cap(c, id, rec) then return false end
+  elseif admission.defers(c, want, id, rec) then
+    return true
+  end
   want.suffix = suffix_of(#rows)
   claiming.take(c, id, rec, mode, want)
   local row = claiming.row(c, id, rec, mode)
@@ -297,27 +200,42 @@ local function consider(c, want, offered, id, key, rows)
   if want.bytes >= MAX_BYTES then want.max = #rows end
 end
 
--- Considers the best candidates, `limit` of each index. Returns how many claimable ones are left in
--- indexes seen whole, the indexes that may hold more, and how many of each cannot be claimed now.
+-- Considers the best candidates, `limit` of each index, of one namespace after the other: the one in
+-- turn gets one lease or admission, or has nothing more. Returns how many claimable ones are left in indexes seen
+-- whole, the indexes that may hold more, and how many of each cannot be claimed now.
 local function look(c, want, offered, limit, rows)
-  local best, stand_in, crowded = candidates(c, want, offered, limit)
+  local queues, crowded = offers.candidates(c, want, offered, limit)
   local eligible = K.eligible(c.tag, want.lane)
-  local left, stuck = 0, {}
-  for i = 1, #best do
-    local key = stand_in[i] or eligible
-    if #rows == want.max then
-      if not crowded[key] then
-        left = left + 1
-        if not want.plain then want.rest[key] = true end
-      end
+  local left, stuck, turn = 0, {}, 1
+  while #rows < want.max and queues[turn] do
+    local queue, room = queues[turn], want.max - #rows
+    local at = queue.at + 1
+    local id, key = queue.ids[at], queue.keys[at] or eligible
+    queue.at = at
+    if not id then
+      table.remove(queues, turn)
     else
       -- An unreadable record stays, too.
-      local ok, stays = try(consider, c, want, offered, best[i], key, rows)
+      local ok, stays = try(consider, c, want, offered, id, key, rows)
       if not ok or stays then stuck[key] = (stuck[key] or 0) + 1 end
       -- Unseen ones of this index may be better than the following: look further first, or leave
       -- the rest to the next claim.
-      if crowded[key] == i and #rows < want.max and (limit < want.most_looked or #rows > 0) then
-        break
+      if crowded[key] == at and #rows < want.max and (limit < want.most_looked or #rows > 0) then
+        return left, crowded, stuck
+      end
+      if want.max - #rows < room and queue.namespace then
+        offers.served(c, want, queue.namespace)
+        turn = turn + 1
+      end
+    end
+    if turn > #queues then turn = 1 end
+  end
+  for _, queue in ipairs(queues) do
+    for at = queue.at + 1, #queue.ids do
+      local key = queue.keys[at] or eligible
+      if not crowded[key] then
+        left = left + 1
+        if not want.plain then want.rest[key] = true end
       end
     end
   end
@@ -327,19 +245,21 @@ end
 -- Has this call keep members that its completions release: the claim that follows takes them
 -- without a detour through the index.
 function claiming.begin_keeping(c, want)
-  c.kept = { lane = want.lane, max = want.max, offered = claiming.offered(want.capabilities) }
+  local offered = offers.of(want.capabilities)
+  c.kept, c.claimer = { lane = want.lane, max = want.max, offered = offered }, offered
 end
 
 -- Keeps a released member for the claim of this call, if that may take it; `...` are fields for its
 -- record. It is stored when it is taken or given to others; until then, `record.read` knows it.
 function claiming.keep(c, id, rec, ...)
   local kept = c.kept
-  if not kept or #kept >= kept.max or rec.lane_id ~= kept.lane or waiting.signature(rec)
+  if not kept or #kept >= kept.max or rec.lane_id ~= kept.lane
+      or not offers.takes(kept.offered, rec) or admission.is_needed(rec)
       or (kept.offered.no_other_tasks
         and not kept.offered.tokens[waiting.task_token(rec.execution_kind)]) then
     return false
   end
-  record.move_later(c, rec, S.NEW, ...)
+  record.move_later(rec, S.NEW, ...)
   kept[#kept + 1] = id
   c.at_hand = c.at_hand or {}
   c.at_hand[id] = rec
@@ -377,7 +297,7 @@ local function take_kept(c, want, rows)
   if not kept or #kept == 0 then return false end
   -- Usually none of these exists, and one command tells it.
   local found = server.call('EXISTS', K.eligible(tag, lane), K.reclaimable(tag, lane),
-    K.lane(tag, lane, 'sigs'), K.lane(tag, lane, 'config'))
+    K.lane(tag, lane, 'sigs'), K.lane(tag, lane, 'config'), K.index(tag, 'draining'))
   local best = found == 1 and server.call('ZRANGE', K.eligible(tag, lane), 0, 0, 'WITHSCORES') or NONE
   if found > #best / 2 then
     claiming.give_kept(c)
@@ -398,7 +318,7 @@ end
 local function ring_for_rest(c, want, crowded)
   if want.plain then return c:ring(want.lane) end
   for key in pairs(crowded) do want.rest[key] = true end
-  for key in pairs(want.rest) do c:ring(want.lane, want.task_in[key]) end
+  for key in pairs(want.rest) do c:ring(want.lane, want.signature_in[key]) end
 end
 
 local function trace_of(want) return string.sub(want.lease_prefix, 1, TRACE) end
@@ -417,17 +337,48 @@ local function earlier(c, want)
   return string.find(want.known, trace_of(want), 1, true) and replayed(c, want)
 end
 
+-- Has a repeat of the request find what this call claimed.
+local function remember(want, rows)
+  if #rows > 0 and want.memo then
+    -- Latest request first. The worker's leases tell what each claimed.
+    local older = string.sub(want.known, 1, (REMEMBERED - 1) * TRACE)
+    server.call('SET', want.memo, trace_of(want) .. older, 'PX', want.ttl)
+  end
+end
+
+-- Claims up to want.max of these executions, which the scheduler admitted; a repeated request gets
+-- the same.
+function claiming.admitted(c, want, ids)
+  local again = earlier(c, want)
+  if again then return again end
+  local offered, rows = offers.of(want.capabilities), {}
+  local refused = c:is_closed(want.lane)
+    or workers.is_draining(c, record.instance_of(want.worker))
+  want.admitted = true
+  for _, id in ipairs(refused and NONE or ids) do
+    local ok, rec = try(record.read, c, id)
+    if ok and rec and rec.lane_id == want.lane and #rows < want.max then
+      local key = K.eligible(c.tag, want.lane, waiting.signature(rec))
+      try(consider, c, want, offered, id, key, rows, rec)
+    end
+  end
+  c:flush()
+  remember(want, rows)
+  return rows
+end
+
 -- Claims up to want.max executions; a repeated request gets the same. Returns rows, number left, and
--- the tasks that were left to others, if any.
+-- the tasks that were left to others, if any. Those in want.needing need admission first.
 function claiming.many(c, want)
-  local offered, again = claiming.offered(want.capabilities), earlier(c, want)
+  local offered, again = offers.of(want.capabilities), earlier(c, want)
   if again then
     claiming.give_kept(c)
     return again, c:holds_work(want.lane) and 1 or 0
   end
   local rows, left, crowded, stuck = {}, 0, NONE, NONE
   if not take_kept(c, want, rows) then
-    if want.plain == nil then want.plain = is_plain(c, want, offered) end
+    if want.plain == nil then want.plain = offers.is_plain(c, want, offered) end
+    if want.refused then return NONE, REFUSED end
     if c:is_closed(want.lane) then return NONE, 0 end
     local limit = want.max - #rows
     if limit == 0 then
@@ -442,14 +393,10 @@ function claiming.many(c, want)
     end
   end
   c:flush()
-  if #rows > 0 and want.memo then
-    -- Latest request first. The worker's leases tell what each claimed.
-    local older = string.sub(want.known, 1, (REMEMBERED - 1) * TRACE)
-    server.call('SET', want.memo, trace_of(want) .. older, 'PX', want.ttl)
-  end
+  remember(want, rows)
   for key in pairs(crowded) do left = left + server.call('ZCARD', key) - (stuck[key] or 0) end
   -- A worker that claims while it completes was awake before; others were woken then.
-  if left > 0 and #rows > 0 and not want.awake then ring_for_rest(c, want, crowded) end
+  if left > 0 and (#rows > 0 or want.needing) and not want.awake then ring_for_rest(c, want, crowded) end
   return rows, left, want.unknown
 end
 
@@ -459,7 +406,7 @@ function claiming.wanted(args, first)
     lane = args[first], worker = args[first + 1], capabilities = args[first + 2],
     ttl = tonumber(args[first + 3]), max = tonumber(args[first + 4]),
     lease_prefix = args[first + 5], attempt_prefix = args[first + 6],
-    most_looked = MAX_LOOKED, bytes = 0, plain = nil, suffix = nil, awake = nil, unknown = nil,
-    covered = nil, rest = nil, memo = nil, known = nil,
+    most_looked = offers.MAX_LOOKED, bytes = 0, plain = nil, suffix = nil, awake = nil, unknown = nil,
+    spaces = nil, rest = nil, memo = nil, known = nil, refused = nil, needing = nil, admitted = nil,
   }
 end

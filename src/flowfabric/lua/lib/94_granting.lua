@@ -31,8 +31,8 @@ function granting.capability_problem(c, id, rec, args)
   if args[10] ~= '' then return reply.err('invalid_capabilities', args[10]) end
   problem = granting.capability_excess(args[4])
   if problem then return reply.err('invalid_capabilities', 'worker:' .. problem) end
-  local missing = claiming.missing(waiting.signature(rec),
-    claiming.offered(args[4] .. ',' .. (args[11] or '')))
+  local missing = offers.missing(waiting.required(rec),
+    offers.of(args[4] .. ',' .. (args[11] or '')))
   if missing then
     server.call('HSET', K.core(c.tag, id), 'last_capability_mismatch_at', c.now)
     return reply.err('capability_mismatch', missing)

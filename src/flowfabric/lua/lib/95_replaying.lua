@@ -17,16 +17,25 @@ local function ended_with(rec)
     ended_by = rec.ended_by }
 end
 
--- Upstreams that ended otherwise than the edges of a skipped member demand.
+-- Upstreams that ended otherwise than the edges of a member demand.
 local function unmet(c, id, rec)
   local found = {}
-  for _, text in pairs(values.fields(server.call('HGETALL', K.into(c.tag, rec.flow_id, id)))) do
-    if edges.is_impossible(text) then
-      found[#found + 1] = edges.id_of(c, edges.parse(id, text).upstream)
+  for _, line in ipairs(server.call('HVALS', K.into(c.tag, rec.flow_id, id))) do
+    if edges.is_impossible(line) then
+      found[#found + 1] = edges.id_of(c, edges.parse(id, line).upstream)
     end
   end
   table.sort(found)
   return found
+end
+
+-- Whether a member waits for its dependencies when it runs again: it was skipped, or ended while it
+-- waited for them.
+local function waits_again(id, rec)
+  if not rec.flow_id or not rec.deps then return false end
+  if S.is_skipped(rec.state) then return true end
+  local ran = S.has_ended_attempt(rec.state) and not rec.between_attempts
+  return not ran and edges.group(id, rec).state ~= 's'
 end
 
 -- Those of them that were deleted, if the join can never be satisfied without them.
@@ -51,7 +60,7 @@ function replaying.problem(c, id, rec, strict)
   end
   local f = rec.flow_id and flow.read(c, rec.flow_id)
   if f and flow.is_cancelled(f) then return reply.err('flow_already_terminal') end
-  if not S.is_skipped(rec.state) or not rec.flow_id then return nil end
+  if not waits_again(id, rec) then return nil end
   local ended = unmet(c, id, rec)
   local wanted = strict and ended or lost(c, id, rec, ended)
   if #wanted > 0 then return reply.err('deps_not_satisfied', unpack(wanted, 1, MAX_NAMED)) end
@@ -86,7 +95,8 @@ local function open_edges(c, id, rec, upstream)
   for i = 1, #flat, 2 do
     local line = flat[i + 1]
     local counter = edges.counter(line)
-    if counter and (edges.is_impossible(line) or upstream and comes_from(id, line, upstream)) then
+    local good = counter == 'succeeded'
+    if counter and (not good or upstream and comes_from(id, line, upstream)) then
       local text, e = opened_line(id, line)
       values.append(lines, { flat[i], text })
       opened[#opened + 1] = { flat[i], e }
@@ -106,13 +116,13 @@ local function has_ended_again(c, e)
     and tonumber(up[2] or 0) > tonumber(e.run)
 end
 
--- Runs a terminal execution again; a skipped member waits for its dependencies first. `how`: reason,
--- requested_by, keeps_steps; `upstream`: only edges from this one are opened again.
+-- Runs a terminal execution again; a member that never got past its dependencies waits for them.
+-- `how`: reason, requested_by, keeps_steps; `upstream`: only edges from this one are opened again.
 function replaying.run_again(c, id, rec, how, upstream)
   local policy = record.policy(c, id)
   local count, keeps_steps = tonumber(rec.replay_count or 0), how.keeps_steps
   cascade.spend(c, UNITS)
-  local waits = rec.flow_id and rec.deps and (upstream or S.is_skipped(rec.state))
+  local waits = upstream and rec.deps or waits_again(id, rec)
   local g, opened
   if waits then
     g, opened = open_edges(c, id, rec, upstream)
@@ -186,11 +196,11 @@ local function reopen_child(c, id, upstream, all, edge_id, run)
   local rec = record.checked(c, id)
   if not rec then return nil end
   local line = server.call('HGET', K.into(c.tag, rec.flow_id, id), edge_id)
-  if not line or not edges.counter(line) or tonumber(edges.parse(id, line).run) >= run then
-    return nil
-  end
+  local e = line and edges.parse(id, line)
+  local decided = line and edges.counter(line)
+  if not e or e.state == 'g' or decided and tonumber(e.run) >= run then return nil end
   if not S.is_terminal(rec.state) then
-    if S.is_blocked_by_dependencies(rec.state) or S.awaits_replay(rec.state) then
+    if decided and (S.is_blocked_by_dependencies(rec.state) or S.awaits_replay(rec.state)) then
       reopen_more(c, id, rec, edge_id, line)
     end
     return nil

@@ -1,0 +1,123 @@
+"""Spending from a budget inside a handler."""
+
+import time
+from collections.abc import Generator, Mapping
+from typing import Any, Self
+
+from flowfabric.core.contracts.budgets import UsageOutcome
+from flowfabric.core.errors import NotFoundError
+from flowfabric.core.ids import new_uuid
+from flowfabric.sdk.blocking import SyncTwin, blocking
+from flowfabric.sdk.task import ClaimedTask
+
+_WALL = "wall_ms"
+
+
+class UsageReport:
+    """What `ctx.usage` returns: await it, or use it as a block to also count its duration."""
+
+    def __init__(
+        self, task: ClaimedTask, budget: str, amounts: Mapping[str, int], dedup_key: str
+    ) -> None:
+        self._task = task
+        self._budget = budget
+        self._amounts = dict(amounts)
+        self._key = dedup_key
+        self._started = 0.0
+
+    def __await__(self) -> Generator[Any, None, UsageOutcome]:
+        return self._report(enforce=True).__await__()
+
+    async def _report(self, *, enforce: bool) -> UsageOutcome:
+        return await self._task.report_usage(
+            self._budget, self._amounts, self._key, enforce=enforce
+        )
+
+    def add(self, **amounts: int) -> None:
+        """Count more when the block ends."""
+        for name, amount in amounts.items():
+            self._amounts[name] = self._amounts.get(name, 0) + amount
+
+    async def __aenter__(self) -> Self:
+        self._started = time.monotonic()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.add(**{_WALL: round((time.monotonic() - self._started) * 1000)})
+        if kind is None or issubclass(kind, Exception):
+            # The exception of the block matters more than a breach, so it is not replaced by one.
+            await self._report(enforce=kind is None)
+
+
+class BudgetHold:
+    """A part of a budget that is held while a block runs. Settle it with what you spent.
+
+    If a block ends without `settle` or `release`, or with an exception, the whole hold counts as
+    spent: an unknown cost is never 0.
+    """
+
+    def __init__(
+        self, task: ClaimedTask, budget: str, amounts: Mapping[str, int], reservation_id: str = ""
+    ) -> None:
+        self._task = task
+        self._budget = budget
+        self.held = dict(amounts)
+        """What is held, by dimension."""
+        self.reservation_id = reservation_id or new_uuid()
+        self._open = False
+
+    async def __aenter__(self) -> Self:
+        await self._task.reserve(self._budget, self.held, self.reservation_id, enforce=True)
+        self._open = True
+        return self
+
+    async def settle(self, **actual: int) -> UsageOutcome:
+        """Count what was spent. A dimension that is not named counts as held."""
+        outcome = await self._settled(actual)
+        self._open = False
+        await self._task.enforce(self._budget, outcome)
+        return outcome
+
+    async def _settled(self, actual: Mapping[str, int]) -> UsageOutcome:
+        try:
+            return await self._task.settle(self._budget, self.reservation_id, actual)
+        except NotFoundError as error:
+            if error.code != "reservation_not_found":
+                raise
+        # The hold expired or its lease ended, but the cost was incurred.
+        key = f"reservation {self.reservation_id}"
+        return await self._task.report_usage(self._budget, {**self.held, **actual}, key)
+
+    async def release(self) -> None:
+        """Release the hold: nothing was spent."""
+        await self._task.release_reservation(self._budget, self.reservation_id)
+        self._open = False
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self._open:
+            return
+        self._open = False
+        if kind is None:
+            await self.settle()
+        elif issubclass(kind, Exception):
+            await self._settled({})
+        # Otherwise the handler stops or waits, which releases the hold.
+
+
+class SyncBudgetHold(SyncTwin[BudgetHold]):
+    """`BudgetHold` without `await`, for `def` handlers."""
+
+    settle = blocking(BudgetHold.settle)
+    release = blocking(BudgetHold.release)
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        """What is held, by dimension."""
+        return self._target.held
+
+    def __enter__(self) -> Self:
+        self._call(lambda hold: hold.__aenter__())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._call(lambda hold: hold.__aexit__(kind))

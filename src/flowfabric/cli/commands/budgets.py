@@ -1,0 +1,195 @@
+"""`flowfabric budgets`, and `budget show`, `create`, `raise`, `reset` and `delete`."""
+
+from contextlib import suppress
+from typing import Annotated
+
+import typer
+
+from flowfabric.cli import options
+from flowfabric.cli.options import Deployment, Target, argument, flag, value
+from flowfabric.cli.session import NoDataYet, open_backend
+from flowfabric.cli.views.budgets import print_budget, print_budgets
+from flowfabric.cli.views.screen import print_json, print_result
+from flowfabric.core.contracts.budgets import BudgetCreated, BudgetStatus
+from flowfabric.core.ids import budget_id
+from flowfabric.core.text import iso
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.paging import read_every
+from flowfabric.sdk.spending import ACTIONS, BudgetCalls
+
+_DEFAULT = "default"
+
+
+def _parse_limit(text: str) -> str:
+    """`<dimension>=<whole number>`."""
+    name, _, number = text.partition("=")
+    if not name or not number.replace("_", "").isdecimal():
+        raise typer.BadParameter(f"expected a limit such as tokens=1000, got {text!r}")
+    return text
+
+
+def _parse_action(text: str) -> str:
+    """What a task does at a hard limit."""
+    if text not in ACTIONS:
+        raise typer.BadParameter(f"expected one of {', '.join(ACTIONS)}, got {text!r}")
+    return text
+
+
+def _limits(given: list[str] | None) -> dict[str, int]:
+    pairs = (text.rpartition("=") for text in given or ())
+    return {name: int(number) for name, _, number in pairs}
+
+
+Name = Annotated[str, argument("BUDGET", "The name of the budget, or its UUID.")]
+Hard = Annotated[
+    list[str] | None,
+    argument("DIMENSION=LIMIT", "Hard limits, such as tokens=1000000.", parser=_parse_limit),
+]
+Soft = Annotated[
+    list[str] | None,
+    value("DIMENSION=LIMIT", "A soft limit. Repeatable.", "--soft", parser=_parse_limit),
+]
+
+
+class _Budgets(BudgetCalls):
+    """The budgets of the namespace that the command uses."""
+
+    def __init__(self, backend: Backend, target: Target) -> None:
+        self.backend = backend
+        self.namespace = target.namespace or _DEFAULT
+
+
+async def budgets(target: Deployment) -> None:
+    """List budgets with their usage.
+
+    Shows the usage and the hard limit of each dimension. With --json, prints one JSON object per
+    line.
+    """
+    found: list[BudgetStatus] = []
+    with suppress(NoDataYet):
+        async with open_backend(target) as backend:
+            found = await read_every(lambda after: backend.budgets.list_budgets(after=after))
+    if target.as_json:
+        print_json(*found)
+    else:
+        print_budgets(found)
+
+
+async def _show(target: Target, name: Name) -> None:
+    """Show one budget: usage, holds, limits, breaches and the next reset."""
+    async with open_backend(target) as backend:
+        status = await _Budgets(backend, target).budget(name)
+        waiting = await backend.budgets.blocked(status.budget_id)
+    if target.as_json:
+        print_json(status)
+    else:
+        print_budget(status, waiting)
+
+
+async def _create(
+    target: Target,
+    name: Name,
+    limits: Hard = None,
+    *,
+    soft: Soft = None,
+    every: Annotated[
+        float | None, options.duration("Reset usage to 0 at this interval.", "1s", "3650d")
+    ] = None,
+    on_hard_limit: Annotated[
+        str,
+        value(
+            "ACTION",
+            "What happens to a task that exceeds a hard limit: fail, suspend or reject.",
+            parser=_parse_action,
+        ),
+    ] = "fail",
+    warn_only: Annotated[
+        bool, flag("--warn-only", "Report exceeded hard limits, but refuse nothing.")
+    ] = False,
+) -> None:
+    """Create a budget. An existing budget is not changed."""
+    async with open_backend(target, create=True) as backend:
+        made = await _Budgets(backend, target).create_budget(
+            name,
+            _limits(limits),
+            soft=_limits(soft),
+            every=every,
+            on_hard_limit=on_hard_limit,
+            mode="warn" if warn_only else "strict",
+        )
+    fields: dict[str, object] = {"budget_id": made.budget_id, "outcome": made.kind}
+    text = "created"
+    if not isinstance(made, BudgetCreated):
+        fields["differs"] = made.differs
+        text = "exists"
+        if made.differs:
+            text += f" with other settings. Change limits with: flowfabric budget raise {name} …"
+    print_result(fields, f"{name}  ", text, as_json=target.as_json)
+
+
+async def _raise(
+    target: Target,
+    name: Name,
+    limits: Annotated[
+        list[str],
+        argument("DIMENSION=LIMIT", "New hard limits; 0 removes a limit.", parser=_parse_limit),
+    ],
+    *,
+    soft: Soft = None,
+) -> None:
+    """Change limits of a budget. Executions that wait for it start if the new limits allow it.
+
+    Usage and other limits stay unchanged.
+    """
+    async with open_backend(target) as backend:
+        calls = _Budgets(backend, target)
+        before = await calls.budget(name)
+        await calls.update_budget(name, _limits(limits), soft=_limits(soft) or None)
+        status = await calls.budget(name)
+    known = ", ".join(f"{each}={status.hard_limits[each]:,}" for each in _limits(limits))
+    new = sorted(_limits(limits).keys() - before.hard_limits.keys() - before.usage.keys())
+    told = f"limits changed: {known}"
+    if new and before.hard_limits:
+        others = ", ".join(before.hard_limits)
+        told += f". The budget did not limit {', '.join(new)} before, only {others}"
+    fields = {"budget_id": status.budget_id, "hard_limits": status.hard_limits}
+    print_result(fields, f"{name}  ", told, as_json=target.as_json)
+
+
+async def _reset(target: Target, name: Name) -> None:
+    """Reset all usage of a budget to 0. Executions that wait for it can then start."""
+    async with open_backend(target) as backend:
+        done = await _Budgets(backend, target).reset_budget(name)
+    following = f"; the next reset is at {iso(done.next_reset_at)}" if done.next_reset_at else ""
+    fields = {
+        "budget_id": budget_id(name, target.namespace or _DEFAULT),
+        "next_reset_at": done.next_reset_at or None,
+    }
+    print_result(fields, f"{name}  ", f"reset{following}", as_json=target.as_json)
+
+
+async def _delete(
+    target: Target,
+    name: Name,
+    *,
+    force: Annotated[
+        bool, flag("--force", "Delete it even if executions wait for it. They can then start.")
+    ] = False,
+    yes: options.Yes = False,
+) -> None:
+    """Delete a budget. Executions that name it are no longer limited by it."""
+    options.confirm(f"Delete budget {name}?", yes=yes, problem=f"this would delete budget {name}")
+    async with open_backend(target) as backend:
+        await _Budgets(backend, target).delete_budget(name, force=force)
+    fields = {"budget_id": budget_id(name, target.namespace or _DEFAULT), "outcome": "deleted"}
+    print_result(fields, f"{name}  ", "deleted", as_json=target.as_json)
+
+
+budget = {
+    "show": _show,
+    "create": _create,
+    "raise": _raise,
+    "reset": _reset,
+    "delete": _delete,
+}
+"""The commands of `flowfabric budget`."""

@@ -1,0 +1,26 @@
+"""Small values that server processes share for a limited time."""
+
+from typing import Protocol
+
+from flowfabric.engine.api.concern import Concern
+
+
+class Notes(Concern, Protocol):
+    """Small values that server processes share for a limited time."""
+
+    async def claim_note(self, name: str, value: bytes, ttl_ms: int) -> bytes | None:
+        """Store a note unless there is one; returns the one that was there, or None."""
+        ...
+
+    async def put_note(self, name: str, value: bytes, ttl_ms: int) -> None:
+        """Store a note, in place of any other of this name."""
+
+    async def get_note(self, name: str) -> bytes | None:
+        """The note, if it has not expired."""
+        ...
+
+    async def extend_note(self, name: str, ttl_ms: int) -> None:
+        """Keep a note for longer."""
+
+    async def drop_note(self, name: str) -> None:
+        """Delete a note; an absent one is no error."""

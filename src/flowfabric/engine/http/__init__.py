@@ -1,0 +1,1 @@
+"""The engine behind a FlowFabric server: every operation is an HTTP request."""

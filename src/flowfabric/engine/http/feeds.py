@@ -1,0 +1,159 @@
+"""The event feeds over HTTP: their reader runs in the client, and the server serves pages."""
+
+import asyncio
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import msgspec
+
+from flowfabric.core.errors import CorruptionError, TransportError
+from flowfabric.engine.api.events import Event
+from flowfabric.engine.events.cursor import Position
+from flowfabric.engine.events.source import FeedLink, FeedSource, FeedState, Pages, Stop
+from flowfabric.engine.http.codec import WireError
+
+
+class FeedEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One entry of a feed. Without the event it belongs to a namespace of others."""
+
+    position: Position
+    stop: Stop | None = None
+    event: Event | None = None
+    error: WireError | None = None
+    """Why the entry cannot be read."""
+
+
+class FeedOperations(Protocol):
+    """What a server offers of its source of feeds."""
+
+    async def partition_feeds(self, *, of_operators: bool = False) -> Sequence[str]: ...
+    async def worker_feeds(self) -> Sequence[str]: ...
+    async def tagged(self, ids: Collection[str], tags: Mapping[str, str]) -> set[str]: ...
+    async def clock_ms(self) -> int: ...
+    async def states(self, feeds: Sequence[str]) -> list[FeedState | None]: ...
+    async def last_position(self, feed: str) -> Position: ...
+    async def join_group(
+        self, group: str, member: str, lease_ms: int, start: str
+    ) -> tuple[str, list[str]]: ...
+    async def lease_feed(
+        self, feed: str, group: str, member: str, lease_ms: int, done: Position | None
+    ) -> tuple[bool, Position | None]: ...
+
+    async def read(
+        self, positions: Mapping[str, Position], count: int, wait_s: float
+    ) -> dict[str, list[FeedEntry]]:
+        """At most `count` entries per feed; waits for the first."""
+        ...
+
+
+class ServedFeeds:
+    """`FeedOperations` of a server. Connections that wait for entries are used again."""
+
+    def __init__(self, source: FeedSource) -> None:
+        self._source = source
+        self._idle: list[FeedLink] = []
+        self._closed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    async def read(
+        self, positions: Mapping[str, Position], count: int, wait_s: float
+    ) -> dict[str, list[FeedEntry]]:
+        if not positions:
+            return {}
+        until = time.monotonic() + wait_s
+        link = self._idle.pop() if self._idle else self._source.open()
+        try:
+            pages = await link.read(positions, count, wait_s)
+            # Where one read cannot cover the feeds, it returns before the wait is over.
+            while not pages and time.monotonic() < until:
+                pages = await link.read(positions, count, until - time.monotonic())
+        except BaseException:
+            link.close()
+            raise
+        if self._closed:
+            link.close()
+        else:
+            self._idle.append(link)
+        return {feed: [self._entry(feed, each) for each in page] for feed, page in pages.items()}
+
+    def _entry(self, feed: str, entry: Any) -> FeedEntry:
+        position, stop = self._source.position(entry), self._source.stop(entry)
+        try:
+            return FeedEntry(position, stop, self._source.decode(feed, entry))
+        except CorruptionError as error:
+            return FeedEntry(position, stop, error=WireError.of(error))
+
+    def close(self) -> None:
+        """Drop the connections that wait for entries."""
+        self._closed = True
+        for link in self._idle:
+            link.close()
+
+
+class HttpFeeds:
+    """A `FeedSource` whose pages come from a server."""
+
+    waits_across_feeds = True
+    answers_in_order = False
+
+    def __init__(self, remote: FeedOperations) -> None:
+        self._remote = remote
+
+    def open(self) -> FeedLink:
+        return _HttpFeedLink(self._remote)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._remote, name)
+
+    def position(self, entry: FeedEntry) -> Position:
+        return entry.position
+
+    def stop(self, entry: FeedEntry) -> Stop | None:
+        return entry.stop
+
+    def decode(self, feed: str, entry: FeedEntry) -> Event:  # noqa: ARG002 - the event names it
+        if entry.error is not None:
+            raise entry.error.error()
+        return entry.event or _HIDDEN
+
+
+_HIDDEN = Event("", "", 0)
+"""Stands for an entry that the token may not see: it belongs to no family."""
+
+
+class _HttpFeedLink:
+    """One request at a time that waits for entries."""
+
+    def __init__(self, remote: FeedOperations) -> None:
+        self._remote = remote
+        self._reading: asyncio.Task[Any] | None = None
+        self._closed = False
+
+    async def read(self, positions: Mapping[str, Position], count: int, wait_s: float) -> Pages:
+        if self._closed:
+            raise TransportError("transport", "the subscription was closed")
+        reading = asyncio.ensure_future(self._remote.read(positions, count, wait_s))
+        self._reading = cast("asyncio.Task[Any]", reading)
+        try:
+            await asyncio.wait([reading])
+        finally:
+            self._reading = None
+            if not reading.done():
+                reading.cancel()
+        if not reading.cancelled():
+            return reading.result()
+        if self._closed:
+            raise TransportError("transport", "the subscription was closed")
+        return {}
+
+    async def interrupt(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+
+    def close(self) -> None:
+        self._closed = True
+        if self._reading is not None:
+            self._reading.cancel()

@@ -1,0 +1,111 @@
+"""Delivers what runs give back to budgets and quotas, which are on other partitions.
+
+The step that ends a run writes an entry to its own partition. It stays until it was delivered, so a
+crash loses none; delivering one twice changes nothing.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from flowfabric.core.errors import EngineError, TransportError
+from flowfabric.core.ids import ExecutionId, is_execution_id, is_uuid
+from flowfabric.core.text import lossless, raw, shown
+from flowfabric.engine.api.budgets import Budgets
+from flowfabric.engine.api.quotas import Quotas
+from flowfabric.engine.valkey import keys
+from flowfabric.engine.valkey.calls import FunctionCalls, at_once
+
+log = logging.getLogger(__name__)
+_PAGE = 256
+_AT_ONCE = 16
+
+
+class _Return(NamedTuple):
+    """A slot (without an epoch), or what the leases up to an epoch held of a budget."""
+
+    entry: str
+    limit_id: str
+    epoch: int | None
+    execution_id: ExecutionId
+
+
+class Returns:
+    """What the runs of a partition give back."""
+
+    def __init__(self, calls: FunctionCalls, budgets: Budgets, quotas: Quotas) -> None:
+        self._calls = calls
+        self._budgets = budgets
+        self._quotas = quotas
+
+    async def deliver(self, tag: str) -> int:
+        """Deliver up to a page of entries; returns how many remain, known failures aside."""
+        key = keys.index(tag, "returns")
+        page = await self._calls.read(f"{tag}: returns", "ZRANGE", key, 0, _PAGE - 1)
+        if not page:
+            return 0
+        entries = [lossless(member) for member in page]
+        parsed = {entry: _parsed(tag, entry) for entry in entries}
+        for entry in (entry for entry, found in parsed.items() if found is None):
+            log.error(
+                "removed a malformed entry from the returns of %s: %s",
+                *(tag, shown(entry)),
+                extra={"action": "return_malformed", "partition": tag},
+            )
+        returns = [found for found in parsed.values() if found is not None]
+        failed = await self._send(returns)
+        done = [entry for entry in entries if entry not in failed]
+        args = (len(done), *map(raw, done), *map(raw, failed))
+        reply = await self._calls.fcall("ff_ack_returns", tag, args, op="deliver_returns")
+        await self._confirm_again(parsed[lossless(entry)] for entry in reply[2])
+        return len(entries) if len(entries) == _PAGE and done else 0
+
+    async def _send(self, returns: Sequence[_Return]) -> list[str]:
+        """Give back; returns the entries that could not be delivered."""
+        slots: dict[str, list[_Return]] = {}
+        for each in returns:
+            if each.epoch is None:
+                slots.setdefault(each.limit_id, []).append(each)
+        calls: list[Sequence[_Return]] = list(slots.values())
+        calls += ([each] for each in returns if each.epoch is not None)
+
+        async def send(group: Sequence[_Return]) -> list[str]:
+            first = group[0]
+            try:
+                if first.epoch is None:
+                    ids = [each.execution_id for each in group]
+                    await self._quotas.release_many(first.limit_id, ids)
+                else:
+                    await self._budgets.return_holds(
+                        first.limit_id, first.execution_id, first.epoch
+                    )
+            except EngineError as error:
+                level = logging.DEBUG if isinstance(error, TransportError) else logging.WARNING
+                log.log(
+                    *(level, "could not return a slot or hold to %s: %s", first.limit_id, error),
+                    extra={"action": "return_failed", "execution_id": str(first.execution_id)},
+                )
+                return [each.entry for each in group]
+            return []
+
+        return [entry for part in await at_once(_AT_ONCE, send, calls) for entry in part]
+
+    async def _confirm_again(self, taken_over: Iterable[_Return | None]) -> None:
+        """Restore slots that a newer run of the same execution took over just before."""
+        for each in taken_over:
+            if each is not None:
+                await self._quotas.confirm_many(each.limit_id, [each.execution_id])
+
+
+def _parsed(tag: str, entry: str) -> _Return | None:
+    kind, _, rest = entry.partition("|")
+    limit_id, _, rest = rest.partition("|")
+    epoch: int | None = None
+    if kind == "b":
+        number, _, rest = rest.partition("|")
+        if not (number.isascii() and number.isdecimal()):
+            return None
+        epoch = int(number)
+    if kind not in ("b", "q") or not is_uuid(limit_id) or not is_execution_id(rest, tag):
+        return None
+    return _Return(entry, limit_id, epoch, ExecutionId.trusted(rest))

@@ -1,0 +1,193 @@
+-- What a worker offers, and the waiting executions that it may therefore take, in fair turns.
+
+-- A claim looks at most this far into one index, at most at this many candidates of all indexes
+-- together, and at most into the indexes of this many signatures.
+local MAX_LOOKED, MAX_CANDIDATES, MAX_COVERED = 256, 1024, 128
+offers.MAX_LOOKED = MAX_LOOKED
+
+local NONE = {}
+
+-- Offered besides the tasks that the worker knows: it takes no others.
+local NO_OTHER_TASKS = 'task:'
+
+-- The required tokens that are not offered, as a sorted CSV, or nil.
+function offers.missing(required, offered)
+  if not required then return nil end
+  local absent
+  for token in string.gmatch(required, '[^,]+') do
+    if not offered.tokens[token] then absent = absent and absent .. ',' .. token or token end
+  end
+  return absent
+end
+
+-- The signatures that a worker of these namespaces certainly covers, if they are in use.
+local function own_signatures(namespaces, tasks)
+  local own = namespaces and {} or values.slice(tasks, 1, #tasks)
+  for _, namespace in ipairs(namespaces or NONE) do
+    local prefix = waiting.namespace_prefix(namespace)
+    if prefix ~= '' then own[#own + 1] = prefix end
+    for _, task in ipairs(tasks) do own[#own + 1] = prefix .. task end
+  end
+  return own
+end
+
+-- What a worker offers, from `<tokens CSV>[ <namespace>...]`; without namespaces it serves all.
+-- `covers` tells whether it may take executions with a signature.
+offers.of = values.memo(function(text)
+  local csv, rest = string.match(text, '^(%S*)(.*)$')
+  local offered, tasks, namespaces = { tokens = {} }, {}, rest ~= '' and {} or nil
+  for token in string.gmatch(csv, '[^,]+') do
+    offered.tokens[token] = true
+    if string.find(token, '^task:') then tasks[#tasks + 1] = token end
+  end
+  local serves = {}
+  for namespace in string.gmatch(rest, '%S+') do
+    namespaces[#namespaces + 1], serves[namespace] = namespace, true
+  end
+  offered.no_other_tasks = offered.tokens[NO_OTHER_TASKS]
+  offered.serves_default = not namespaces or serves.default or false
+  offered.own = own_signatures(namespaces, tasks)
+  offered.covers = values.memo(function(signature)
+    local namespace, required = waiting.parts(signature)
+    return (not namespaces or serves[namespace] or false)
+      and not offers.missing(required, offered)
+  end)
+  return offered
+end)
+
+-- Whether a worker may take an execution. One that was left to others has its task in its signature.
+function offers.takes(offered, rec)
+  local signature = waiting.signature(rec)
+  if not signature then return offered.serves_default end
+  return offered.covers(signature)
+end
+
+-- The namespace that got the last lease, by lane and partition: the next one in order is in turn.
+-- Only fairness depends on it, so it is not stored.
+local last_served, known_turns, MAX_TURNS = {}, 0, 1000
+
+function offers.served(c, want, namespace)
+  local place = K.eligible(c.tag, want.lane)
+  if not last_served[place] then
+    if known_turns >= MAX_TURNS then last_served, known_turns = {}, 0 end
+    known_turns = known_turns + 1
+  end
+  last_served[place] = namespace
+end
+
+-- The namespaces with work that this worker may take, that in turn first. Each has the signatures
+-- to look at; false stands for none.
+local function in_turn(c, want, offered)
+  local by_name, names = {}, {}
+  local function add(namespace, signature)
+    if not by_name[namespace] then
+      by_name[namespace], names[#names + 1] = {}, namespace
+    end
+    table.insert(by_name[namespace], signature)
+  end
+  if offered.serves_default then add('default', false) end
+  for _, signature in ipairs(waiting.signatures(K.lane(c.tag, want.lane, 'sigs'), offered.own)) do
+    if offered.covers(signature) then add(waiting.parts(signature), signature) end
+  end
+  table.sort(names)
+  local last, ordered = last_served[K.eligible(c.tag, want.lane)] or '', {}
+  for _, later in ipairs({ true, false }) do
+    for _, name in ipairs(names) do
+      if (name > last) == later then ordered[#ordered + 1] = { name = name, signatures = by_name[name] } end
+    end
+  end
+  return ordered
+end
+
+-- Those namespaces, and how far the claim looks into each index.
+local function covered(c, want, offered)
+  if not want.spaces then
+    want.spaces, want.signature_in, want.rest = {}, {}, {}
+    local count = 0
+    for _, space in ipairs(in_turn(c, want, offered)) do
+      if count >= MAX_COVERED then break end
+      want.spaces[#want.spaces + 1] = space
+      count = count + #space.signatures
+    end
+    want.most_looked = math.max(1, math.min(MAX_LOOKED, math.ceil(MAX_CANDIDATES / (2 * math.max(1, count)))))
+  end
+  return want.spaces
+end
+
+-- Whether the lane has no settings here, nothing to reclaim, and no signature that the worker covers.
+-- Also finds out whether the worker gets anything at all.
+function offers.is_plain(c, want, offered)
+  local lane, instance = want.lane, record.instance_of(want.worker)
+  if not offered.serves_default then
+    want.refused = workers.is_draining(c, instance)
+    return false
+  end
+  local lost, config = K.lane(c.tag, lane, 'reclaimable'), K.lane(c.tag, lane, 'config')
+  -- Usually none of these exists, and one command tells it.
+  if server.call('EXISTS', K.lane(c.tag, lane, 'sigs'), lost, config, K.index(c.tag, 'draining')) > 0
+  then
+    want.refused = workers.is_draining(c, instance)
+    if server.call('EXISTS', lost, config) > 0
+        or not offers.only_plain(covered(c, want, offered)) then
+      return false
+    end
+  end
+  c.lanes[lane] = Context.DEFAULTS
+  return true
+end
+
+function offers.only_plain(spaces) return #spaces == 1 and #spaces[1].signatures == 1 end
+
+local function best_first(a, b)
+  if a.score ~= b.score then return a.score < b.score end
+  return a.id < b.id
+end
+
+-- The candidates of one namespace, best first.
+local function queue_of(c, want, space, limit, crowded)
+  local found, sources = {}, 0
+  local function add(key, signature)
+    local page = server.call('ZRANGE', key, 0, limit - 1, 'WITHSCORES')
+    for i = 1, #page, 2 do
+      found[#found + 1] = { id = page[i], score = tonumber(page[i + 1]), key = key }
+    end
+    if #page > 0 then sources = sources + 1 end
+    if #page == 2 * limit then crowded[key] = true end
+    want.signature_in[key] = signature
+    return #page > 0
+  end
+  for _, signature in ipairs(space.signatures) do
+    signature = signature or nil
+    local any = add(K.eligible(c.tag, want.lane, signature), signature)
+    any = add(K.reclaimable(c.tag, want.lane, signature), signature) or any
+    if signature and not any then
+      server.call('SREM', K.lane(c.tag, want.lane, 'sigs'), signature)
+    end
+  end
+  if sources > 1 then table.sort(found, best_first) end
+  local queue = { namespace = space.name, at = 0, ids = {}, keys = {} }
+  for i, candidate in ipairs(found) do
+    queue.ids[i], queue.keys[i] = candidate.id, candidate.key
+    if crowded[candidate.key] then crowded[candidate.key] = i end
+  end
+  return queue
+end
+
+-- Executions that this worker could claim, a queue per namespace, that in turn first: ids, best
+-- first, and the index of each, or none if all are eligible without requirements. Also the indexes
+-- that may hold more, with the position of their last one here.
+function offers.candidates(c, want, offered, limit)
+  if want.plain then
+    local eligible = K.eligible(c.tag, want.lane)
+    local ids = server.call('ZRANGE', eligible, 0, limit - 1)
+    return { { at = 0, ids = ids, keys = NONE } }, #ids == limit and { [eligible] = limit } or NONE
+  end
+  local queues, crowded = {}, {}
+  local spaces = covered(c, want, offered)
+  limit = math.min(limit, want.most_looked)
+  for _, space in ipairs(spaces) do
+    local queue = queue_of(c, want, space, limit, crowded)
+    if queue.ids[1] then queues[#queues + 1] = queue end
+  end
+  return queues, crowded
+end

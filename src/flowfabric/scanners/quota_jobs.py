@@ -1,0 +1,20 @@
+"""The scanner of quota policies."""
+
+from flowfabric.scanners.base import Cycle
+
+
+class QuotaReconciler:
+    """Frees slots of executions that no longer run, and drops what expired."""
+
+    name = "quota_reconciler"
+
+    async def scan(self, cycle: Cycle) -> None:
+        quotas = cycle.backend.quotas
+        for partition in await quotas.quota_partitions():
+            if cycle.out_of_time():
+                return
+            with cycle.surviving("could not reconcile the quotas", partition=f"{{q:{partition}}}"):
+                outcome = await quotas.reconcile_quota_counters(partition)
+                cycle.processed += outcome.changed
+                cycle.errors += outcome.errors
+                cycle.progress()

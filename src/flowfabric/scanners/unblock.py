@@ -1,0 +1,167 @@
+"""Lets executions go whose budget or quota admits work again, and delivers what runs gave back.
+
+Whatever opens a budget or a quota lets go of those that wait for it at once. This scanner finds
+what that missed: a process that ended in between, or a limit that time opened.
+"""
+
+from collections.abc import Sequence
+from heapq import nsmallest
+
+from flowfabric.core.errors import EngineError, NotFoundError
+from flowfabric.engine.api.admission import FOR_BUDGET, FOR_QUOTA, BlockedExecution, headroom_of
+from flowfabric.engine.api.upkeep import Index
+from flowfabric.scanners.base import Cycle
+from flowfabric.scanners.watch import Territory
+
+_PAGE = 100
+_RETURNS = "returns"
+_SETS = {"blocked:budget": FOR_BUDGET, "blocked:quota": FOR_QUOTA}
+
+
+class UnblockScanner:
+    """Looks through all blocked executions, oldest first, and lets go of those that may start."""
+
+    name = "unblock"
+
+    def __init__(self) -> None:
+        self._next = Index("", "")
+        """Where the next cycle begins, if the last one ran out of time."""
+
+    def indexes(self, territory: Territory) -> list[Index]:
+        blocked = [
+            Index(tag, name, lane)
+            for tag, lanes in territory.items()
+            for lane in lanes
+            for name in _SETS
+        ]
+        return [*blocked, *(Index(tag, _RETURNS) for tag in territory)]
+
+    async def scan(self, cycle: Cycle) -> None:
+        indexes = self.indexes(cycle.territory)
+        if not await cycle.backend.upkeep.any_exists(indexes):
+            cycle.progress()
+            if cycle.watch is not None:
+                cycle.watch.learn_absent(indexes)
+            return
+        for tag in cycle.territory:
+            with cycle.surviving("could not return slots and holds", partition=tag):
+                while await cycle.backend.admission.deliver_returns(tag):
+                    cycle.progress()
+            if cycle.out_of_time():
+                return
+        limits, blocked = _Pass(cycle), [each for each in indexes if each.name in _SETS]
+        first = blocked.index(self._next) if self._next in blocked else 0
+        self._next = Index("", "")
+        for index in (*blocked[first:], *blocked[:first]):
+            if await limits.walk(index, _SETS[index.name]):
+                self._next = index
+                break
+        await limits.release_within_quotas()
+
+
+class _Pass:
+    """One pass: every budget and policy is read once."""
+
+    def __init__(self, cycle: Cycle) -> None:
+        self._cycle = cycle
+        self._open: dict[str, bool] = {}
+        self._room: dict[str, int | None] = {}
+        self._waiting: dict[str, list[BlockedExecution]] = {}
+        self._now_ms: int | None = None
+
+    async def walk(self, index: Index, reason: str) -> bool:
+        """Page through an index; whether the cycle must end."""
+        cycle, start = self._cycle, 0
+        upkeep, admission = cycle.backend.upkeep, cycle.backend.admission
+        while not cycle.out_of_time():
+            with cycle.surviving("could not read an index", partition=index.tag):
+                ids = await upkeep.list_index(index, start, _PAGE)
+                cycle.progress()
+                if not ids:
+                    return False
+                accepted = await cycle.where.accepted(cycle.backend, ids)
+                found = await admission.read_blocked(index.tag, accepted, reason)
+                released = await (
+                    self._check_budgets(index.tag, found)
+                    if reason == FOR_BUDGET
+                    else self._check_quotas(index.tag, found)
+                )
+                start += len(ids) - released
+                continue
+            return False
+        return True
+
+    async def _check_budgets(self, tag: str, found: Sequence[BlockedExecution]) -> int:
+        named = {budget for each in found for budget in each.budget_ids} - self._open.keys()
+        if named:
+            for budget, answer in (await self._cycle.backend.budgets.exhausted(named)).items():
+                self._open[budget] = answer is None
+                if isinstance(answer, EngineError):
+                    self._cycle.failed("could not read a budget", answer, budget_id=budget)
+        free = [each for each in found if all(self._open[budget] for budget in each.budget_ids)]
+        for each in free:
+            for budget in each.budget_ids:
+                await self._cycle.backend.budgets.forget_blocked(budget, [each.execution_id])
+        return await self._release(tag, free, FOR_BUDGET)
+
+    async def _check_quotas(self, tag: str, found: Sequence[BlockedExecution]) -> int:
+        """Release those without a limit; keep the best of the others until all were seen."""
+        if self._now_ms is None:
+            self._now_ms = await self._cycle.backend.meta.server_time_ms()
+        free: list[BlockedExecution] = []
+        for each in found:
+            policy = each.quota_policy_id
+            if policy is None:
+                free.append(each)
+                continue
+            if each.retry_at is not None and each.retry_at > self._now_ms:
+                continue
+            if policy not in self._room:
+                self._room[policy] = await self._headroom(policy)
+            room = self._room[policy]
+            if room is None:
+                free.append(each)
+            elif room > 0:
+                waiting = self._waiting.setdefault(policy, [])
+                waiting.append(each)
+                if len(waiting) >= 2 * room + _PAGE:
+                    self._waiting[policy] = nsmallest(room, waiting, key=_place)
+        return await self._release(tag, free, FOR_QUOTA)
+
+    async def _headroom(self, policy: str) -> int | None:
+        """How many executions a policy admits now; None without limit, 0 if it is unreadable."""
+        try:
+            return headroom_of(await self._cycle.backend.quotas.get_quota_status(policy))
+        except NotFoundError:
+            return None
+        except EngineError as error:
+            self._cycle.failed("could not read a quota", error, quota_id=policy)
+            return 0
+
+    async def release_within_quotas(self) -> None:
+        """Release as many as each policy admits: by priority, then the oldest."""
+        for policy, waiting in self._waiting.items():
+            best = nsmallest(self._room[policy] or 0, waiting, key=_place)
+            by_tag: dict[str, list[BlockedExecution]] = {}
+            for each in best:
+                by_tag.setdefault(each.execution_id.tag, []).append(each)
+            for tag, some in by_tag.items():
+                with self._cycle.surviving("could not unblock", partition=tag):
+                    await self._release(tag, some, FOR_QUOTA)
+            with self._cycle.surviving("could not update the waiting list", quota_id=policy):
+                ids = [each.execution_id for each in best]
+                await self._cycle.backend.quotas.forget_blocked(policy, ids)
+
+    async def _release(self, tag: str, some: Sequence[BlockedExecution], reason: str) -> int:
+        if not some:
+            return 0
+        ids = [each.execution_id for each in some]
+        outcomes = await self._cycle.backend.admission.unblock_many(tag, ids, reason)
+        released = sum(outcome is None for outcome in outcomes)
+        self._cycle.processed += released
+        # Others were unblocked, cancelled or blocked for another reason meanwhile.
+        return released
+
+
+def _place(each: BlockedExecution) -> tuple[int, str]:
+    return each.score, each.execution_id

@@ -1,0 +1,263 @@
+"""Claims that a server makes for workers elsewhere, and the place where those workers wait.
+
+Workers that offer the same share hints, one doorbell and one sweep, so a thousand idle workers cost
+the deployment as much as one.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from flowfabric.core.capabilities import Offer
+from flowfabric.core.contracts.leases import Claim
+from flowfabric.core.errors import EngineError
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.api.places import WorkPlace
+from flowfabric.scheduler.admission import Admissions
+from flowfabric.scheduler.claims import SharedHints, WorkerClaims
+from flowfabric.scheduler.giving_back import give_back
+from flowfabric.scheduler.hints import LaneRotation, sweep
+
+log = logging.getLogger(__name__)
+
+_LISTEN_S = 2.0
+"""The longest wait for a doorbell before a sweep."""
+_IDLE_S = 60.0
+"""How long hints and the doorbell are kept for workers that do not wait now."""
+_FIRST_PAUSE_S = 0.05
+_LAST_PAUSE_S = 1.0
+_SWEPT_LANES = 2
+
+OfferKey = tuple[tuple[str, ...], str, tuple[str, ...] | None]
+
+
+class DeskClaims(msgspec.Struct, frozen=True):
+    """What was claimed for a worker."""
+
+    claims: list[Claim]
+    draining: bool = False
+    """An operator drains the worker: it gets nothing more."""
+    unknown_tasks: Sequence[str] = ()
+    """The tasks that the worker does not know and that were left to others."""
+    waited_s: float = 0.0
+    """How long after the request the claims were made, at least."""
+
+
+class ClaimDesk:
+    """Claims for workers elsewhere, and lets them wait for work."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._admissions = Admissions(backend)
+        self._offers: dict[OfferKey, SharedOffer] = {}
+        self.closed = False
+
+    @property
+    def waiting(self) -> int:
+        """How many claims wait for work."""
+        return sum(len(offer.waiters) for offer in self._offers.values())
+
+    async def claim(
+        self,
+        requests: Mapping[str, ClaimRequest],
+        wanted: int,
+        wait_s: float = 0.0,
+        given_up: asyncio.Future[Any] | None = None,
+    ) -> DeskClaims:
+        """Claim up to `wanted` executions; wait for the first one, at most `wait_s`.
+
+        The wait also ends when `given_up` is done, and when the desk closes.
+        """
+        offer = self._shared_offer(requests)
+        shared = SharedHints(offer.lanes, self._admissions)
+        claims = WorkerClaims(
+            self._backend, requests, _as_it_is, wanted, _LISTEN_S, quiet=True, shared=shared
+        )
+        began = asked_at = time.monotonic()
+        found = await claims.claim_many(wanted)
+        # A worker is told at once of a task that it does not know.
+        while not (found or claims.draining or claims.left_to_others or self.closed):
+            left = began + wait_s - time.monotonic()
+            if left <= 0 or (given_up is not None and given_up.done()):
+                break
+            place = await offer.ring(left, given_up)
+            if place is not None:
+                asked_at = time.monotonic()
+                found = await self._answer_ring(offer, claims, wanted, place)
+        if found:
+            offer.wake_for_rest()
+        unknown = tuple(sorted(claims.left_to_others))
+        return DeskClaims(found, claims.draining, unknown, asked_at - began)
+
+    async def _answer_ring(
+        self, offer: "SharedOffer", claims: WorkerClaims[Claim], wanted: int, place: WorkPlace
+    ) -> list[Claim]:
+        try:
+            found = await claims.claim_many(wanted)
+        except BaseException:
+            offer.hand_on(place)
+            raise
+        if claims.draining:
+            offer.hand_on(place)
+        elif not found:
+            await offer.pass_on(place)
+        return found
+
+    async def give_back(self, claims: Sequence[Claim]) -> None:
+        """Return what was claimed for a worker that has gone."""
+        await give_back(self._backend, [claim.handle for claim in claims])
+
+    def _shared_offer(self, requests: Mapping[str, ClaimRequest]) -> "SharedOffer":
+        first = next(iter(requests.values()))
+        key = tuple(sorted(requests)), first.capabilities, first.namespaces
+        offer = self._offers.get(key)
+        if offer is None:
+            self._offers = {key: each for key, each in self._offers.items() if not each.forgotten}
+            offer = self._offers[key] = SharedOffer(self._backend, requests, first)
+        offer.used_at = time.monotonic()
+        return offer
+
+    async def aclose(self) -> None:
+        """End every wait, and close the doorbells."""
+        self.closed = True
+        await asyncio.gather(*(offer.aclose() for offer in self._offers.values()))
+        await self._admissions.aclose()
+
+
+def _as_it_is(claim: Claim, _since: float) -> Claim:
+    return claim
+
+
+class SharedOffer:
+    """The hints of workers that may take the same work, and those of them that wait for it.
+
+    A ring wakes one of them. It wakes the next one if it leaves work.
+    """
+
+    def __init__(
+        self, backend: Backend, lanes: Mapping[str, ClaimRequest], request: ClaimRequest
+    ) -> None:
+        self._backend = backend
+        self._offer: Offer = request.offer
+        self.lanes = LaneRotation(lanes, backend.counts, request.worker_instance_id)
+        self.waiters: deque[asyncio.Future[WorkPlace | None]] = deque()
+        self.used_at = time.monotonic()
+        self._wanted = asyncio.Event()
+        self._listener: asyncio.Task[None] | None = None
+        self._bell = backend.wakeups.listen(lanes)
+        self._passed: dict[WorkPlace, float] = {}
+
+    @property
+    def forgotten(self) -> bool:
+        """Whether no worker has used this for a while."""
+        return self._listener is None and time.monotonic() - self.used_at > _IDLE_S
+
+    async def ring(self, seconds: float, given_up: asyncio.Future[Any] | None) -> WorkPlace | None:
+        """Wait in turn for a place that may hold work; None after `seconds` or when given up."""
+        waiter: asyncio.Future[WorkPlace | None] = asyncio.get_running_loop().create_future()
+        self.waiters.append(waiter)
+        self._wanted.set()
+        if self._listener is None:
+            self._listener = asyncio.create_task(self._listen(), name="ff-claim-desk")
+        others = () if given_up is None else (given_up,)
+        try:
+            await asyncio.wait(
+                (waiter, *others), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+        except BaseException:
+            if waiter.done() and (place := waiter.result()) is not None:
+                self.hand_on(place)
+            raise
+        finally:
+            self.used_at = time.monotonic()
+            with contextlib.suppress(ValueError):
+                self.waiters.remove(waiter)
+        return waiter.result() if waiter.done() else None
+
+    def hand_on(self, place: WorkPlace) -> None:
+        """Give a ring to another worker that waits; without one, the next claim looks there."""
+        lane_id, tag = place
+        self.lanes[lane_id].add(tag)
+        while self.waiters:
+            waiter = self.waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(place)
+                return
+
+    def wake_for_rest(self) -> None:
+        """Wake another worker if a claim left work."""
+        for lane in self.lanes:
+            if (tag := lane.oldest()) is not None:
+                self.hand_on((lane.lane_id, tag))
+                return
+
+    async def pass_on(self, place: WorkPlace) -> None:
+        """Let workers elsewhere hear a ring that led to nothing, once per interval."""
+        now = time.monotonic()
+        if now - self._passed.get(place, -math.inf) >= _LISTEN_S:
+            self._passed = {known: at for known, at in self._passed.items() if now - at < _LISTEN_S}
+            self._passed[place] = now
+            await self._ring_again(place)
+
+    async def _ring_again(self, place: WorkPlace) -> None:
+        if self._bell.heard_by_all:
+            return
+        lane_id, tag = place
+        try:
+            await self._backend.wakeups.ring_waiting({tag: [lane_id]})
+        except EngineError as error:
+            log.debug("could not wake another worker: %s", error)
+
+    async def _listen(self) -> None:
+        """Turn rings into hints while workers wait, and sweep when it stays silent."""
+        pause = _FIRST_PAUSE_S
+        try:
+            while await self._is_wanted():
+                try:
+                    self._bell.hear(self._offer)
+                    places = await self._bell.wait(_LISTEN_S)
+                    places = places or await sweep(self.lanes.some(_SWEPT_LANES), self._backend)
+                    pause = _FIRST_PAUSE_S
+                except EngineError as error:
+                    log.debug("lost the doorbell connection: %s", error)
+                    await asyncio.sleep(pause)
+                    pause = min(pause * 2, _LAST_PAUSE_S)
+                    self.lanes.hint_own(self._backend)
+                    self.wake_for_rest()
+                    continue
+                for place in places:
+                    if self.waiters:
+                        self.hand_on(place)
+                    else:
+                        await self._ring_again(place)
+        finally:
+            self._listener = None
+            await self._bell.aclose()
+
+    async def _is_wanted(self) -> bool:
+        """Whether a worker waits, or begins to before the doorbell is closed."""
+        while not self.waiters:
+            self._wanted.clear()
+            try:
+                async with asyncio.timeout(_IDLE_S):
+                    await self._wanted.wait()
+            except TimeoutError:
+                return False
+        return True
+
+    async def aclose(self) -> None:
+        """Wake everyone who waits, with nothing, and close the doorbell."""
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        if (listener := self._listener) is not None:
+            listener.cancel()
+            await asyncio.wait([listener])

@@ -1,0 +1,385 @@
+"""A worker that gets its tasks from a server: it claims, renews and completes over HTTP."""
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+
+from flowfabric.core.contracts.remote import RemoteClaim, RemoteClaims
+from flowfabric.core.errors import EngineError, TransportError
+from flowfabric.core.ids import new_uuid
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.api.executions import BATCH, Completion
+from flowfabric.engine.http.backend import HttpBackend
+from flowfabric.engine.http.leases import Row, handle_text, row_error
+from flowfabric.engine.outage import Outage, is_permanent
+from flowfabric.scheduler.giving_back import give_back
+from flowfabric.scheduler.permits import ClaimPermits
+from flowfabric.sdk.config import WorkerConfig
+from flowfabric.sdk.task import ClaimedTask
+from flowfabric.sdk.work_source import Adopt, ClaimingLoop, Start
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 25.0
+"""How long the server may hold a claim back: less than proxies usually allow."""
+_FIRST_PAUSE_S = 0.1
+_LAST_PAUSE_S = 2.0
+_SENDERS = 2
+"""Completing calls under way at a time; what ends meanwhile goes into the next one."""
+_MAX_BYTES = 4_194_304
+_Claimed = Callable[[], list[ClaimedTask]]
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """The answer to a call that completes."""
+
+    results: list[Row]
+    claims: list[RemoteClaim] = []
+    draining: bool = False
+    unknown_tasks: list[str] = []
+    waited_ms: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Ended:
+    """Executions of one place whose handlers have ended."""
+
+    items: Sequence[Completion]
+    may_repeat: Callable[[], bool]
+    outcome: asyncio.Future[tuple[list[EngineError | None], _Claimed]]
+
+
+class ServerClaims(ClaimPermits[ClaimedTask]):
+    """Claims of one worker process through a server, which runs the scheduler."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.link = cast("HttpBackend", self.backend).link
+        self.body: dict[str, Any] = {}
+        """What every claim says of this worker."""
+        self.on_offer: Callable[[], None] | None = None
+        """Called when the next claims offer something else."""
+        self._unanswered: dict[str, float] = {}
+        self._ended: deque[_Ended] = deque()
+        self._senders: set[asyncio.Task[None]] = set()
+
+    def offer(self, capabilities: Iterable[str], tasks: Iterable[str], *, no_others: bool) -> None:
+        """Set what the next claims offer; a claim that waits is made again."""
+        super().offer(capabilities, tasks, no_others=no_others)
+        if self.on_offer is not None:
+            self.on_offer()
+
+    async def claim_many(self, wanted: int) -> list[ClaimedTask]:
+        """Claim up to `wanted` executions of all lanes; empty without work or permits."""
+        return await self.poll(wanted, 0.0)
+
+    async def claim_when_rung(self, wanted: int, seconds: float) -> list[ClaimedTask]:
+        """`claim_many` that waits for work."""
+        ends_at = time.monotonic() + seconds
+        while (left := ends_at - time.monotonic()) > 0 and self.free and not self.draining:
+            if tasks := await self.poll(wanted, min(left, _POLL_S)):
+                return tasks
+        return []
+
+    async def poll(self, wanted: int, wait_s: float) -> list[ClaimedTask]:
+        """Claim up to `wanted` executions; the server waits for the first one."""
+        most = 0 if self.draining else min(wanted, self.free, BATCH)
+        if not most:
+            return []
+        request_id, since = self._request()
+        try:
+            found = await self._claim(most, request_id, wait_s)
+        except (TransportError, asyncio.CancelledError) as error:
+            if not isinstance(error, TransportError) or error.ambiguous:
+                self._unanswered[request_id] = since
+            raise
+        self._note(found)
+        return self._adopted(found, since)
+
+    async def _claim(self, most: int, request_id: str, wait_s: float = 0.0) -> RemoteClaims:
+        wait_ms = round(wait_s * 1000)
+        return await self.link.call(
+            *("POST", f"/v1/remote/claim?wait_ms={wait_ms}", self.ask(most, request_id)),
+            answer=RemoteClaims,
+            op="claim",
+            wait_s=wait_s,
+            repeatable=True,
+        )
+
+    def ask(self, most: int, request_id: str | None = None, **more: Any) -> dict[str, Any]:
+        """The body of a claim."""
+        known = {"tasks": self.tasks, "other_tasks": not self.no_others}
+        return self.body | known | {"max": most, "request_id": request_id} | more
+
+    def _request(self) -> tuple[str, float]:
+        """The id of the claim to make, and when it was first made.
+
+        A claim whose answer was lost is repeated, or its leases would lie idle.
+        """
+        now = time.monotonic()
+        ttl_s = next(iter(self.requests.values())).lease_ttl_ms / 1000
+        while self._unanswered:
+            request_id, since = self._unanswered.popitem()
+            if now - since < ttl_s:
+                return request_id, now
+        return new_uuid(), now
+
+    def _adopted(self, found: "RemoteClaims | _Answer", since: float) -> list[ClaimedTask]:
+        """The claimed tasks, as far as permits are free; the others are given back."""
+        claims = found.claims
+        taken = self.reserve(len(claims))
+        if taken < len(claims):
+            unused = [each.claim.handle for each in claims[taken:]]
+            self.in_background(give_back, self.backend, unused)
+        # The request reached the server after it was sent, so the leases began no earlier.
+        since += found.waited_ms / 1000
+        return [self.adopt(each.claim, since) for each in claims[:taken]]
+
+    def _note(self, found: RemoteClaims | _Answer) -> None:
+        if found.draining:
+            self.drain()
+        self.log_unknown(found.unknown_tasks)
+
+    async def complete(
+        self,
+        lane_id: str,  # noqa: ARG002 - a server completes executions of any place
+        tag: str,  # noqa: ARG002
+        items: Sequence[Completion],
+        may_repeat: Callable[[], bool],
+        *,
+        of_flow: bool = False,  # noqa: ARG002
+    ) -> tuple[list[EngineError | None], _Claimed]:
+        """Complete executions, together with others that ended meanwhile, and claim as many."""
+        ended = _Ended(items, may_repeat, asyncio.get_running_loop().create_future())
+        self._ended.append(ended)
+        if len(self._senders) < _SENDERS:
+            sender = asyncio.create_task(self._send_all())
+            self._senders.add(sender)
+            sender.add_done_callback(self._senders.discard)
+        return await ended.outcome
+
+    async def _send_all(self) -> None:
+        # Let other tasks of this tick end, too.
+        await asyncio.sleep(0)
+        while self._ended:
+            batch = self._next_batch()
+            try:
+                await self._send(batch)
+            except BaseException as error:
+                for ended in batch:
+                    if not ended.outcome.done():
+                        ended.outcome.set_exception(error)
+                if not isinstance(error, EngineError):
+                    raise
+
+    def _next_batch(self) -> list[_Ended]:
+        batch = [self._ended.popleft()]
+        count, size = len(batch[0].items), _size(batch[0].items)
+        while self._ended:
+            following = self._ended[0].items
+            count, size = count + len(following), size + _size(following)
+            if count > BATCH or size > _MAX_BYTES:
+                break
+            batch.append(self._ended.popleft())
+        return batch
+
+    async def _send(self, batch: list[_Ended]) -> None:
+        items = [_item(item) for ended in batch for item in ended.items]
+        # Completing these tasks frees their permits, so claim that many.
+        room = 0 if self.stopping or self.draining else min(len(items), BATCH)
+        request_id, since = new_uuid(), time.monotonic()
+        body: dict[str, Any] = {"items": items}
+        if room:
+            body["claim"] = self.ask(room, request_id)
+        try:
+            answer = await self._delivered(body, batch)
+        except TransportError as error:
+            if room and error.ambiguous:
+                self._unanswered[request_id] = since
+            raise
+        self._note(answer)
+
+        def claimed() -> list[ClaimedTask]:
+            return self._adopted(answer, since)
+
+        rows = iter(answer.results)
+        for ended in batch:
+            errors = [row_error(next(rows), self.link, "complete_many") for _ in ended.items]
+            # The last to be resumed: by then, all completed tasks have released their permits.
+            ended.outcome.set_result((errors, claimed if ended is batch[-1] else list))
+
+    async def _delivered(self, body: dict[str, Any], batch: list[_Ended]) -> _Answer:
+        """Send the same request until it is answered, as long as one of the leases may last."""
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                answer: _Answer = await self.link.call(
+                    *("POST", "/v1/remote/complete", body),
+                    answer=_Answer,
+                    op="complete_many",
+                    repeatable=True,
+                )
+            except EngineError as error:
+                # Also of a server that is busy or shuts down.
+                if not error.retryable or not any(ended.may_repeat() for ended in batch):
+                    raise
+                if not self.outage.noticed(error, "cannot store results"):
+                    extra = {"action": "complete_delayed"}
+                    log.warning("cannot store results, trying again: %s", error, extra=extra)
+            else:
+                self.outage.ended()
+                return answer
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
+            pause = min(pause * 2, _LAST_PAUSE_S)
+
+    async def give_back_unanswered(self) -> None:
+        """Give back what was claimed by calls whose answers were lost."""
+        while self._unanswered:
+            request_id, _ = self._unanswered.popitem()
+            # Without an answer, the leases expire.
+            with contextlib.suppress(EngineError):
+                found = await self._claim(0, request_id)
+                await give_back(self.backend, [each.claim.handle for each in found.claims])
+
+    async def aclose(self) -> None:
+        """Give back what was claimed and never answered."""
+        await self.give_back_unanswered()
+        await super().aclose()
+
+
+def _size(items: Sequence[Completion]) -> int:
+    return sum(len(item.result_payload or b"") for item in items)
+
+
+def _item(completion: Completion) -> dict[str, Any]:
+    item: dict[str, Any] = {"handle": handle_text(completion.handle)}
+    if completion.result_payload is not None:
+        item["result_b64"] = completion.result_payload
+        item["result_encoding"] = completion.result_encoding
+    return item
+
+
+class ServerSource:
+    """A server that claims for this worker, and registers it."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        backend: Backend,
+        requests: Mapping[str, ClaimRequest],
+        adopt: Adopt,
+        outage: Outage,
+    ) -> None:
+        self.claims = ServerClaims(backend, requests, adopt, config.permits, 0.0, outage=outage)
+        self.claims.body = {
+            "worker_id": config.worker_id,
+            "worker_instance_id": config.worker_instance_id,
+            "namespace": config.namespace,
+            "namespaces": config.namespaces,
+            "lanes": config.lanes,
+            "capabilities": config.capabilities,
+            "lease_ttl_ms": config.lease_ttl_ms,
+        }
+
+    def new_loop(self, start: Start, *, batch: int, listen_s: float) -> ClaimingLoop:  # noqa: ARG002
+        """What claims for as long as the worker serves."""
+        return PollLoop(self.claims, start, batch)
+
+    async def register(self, *, only_if_absent: bool) -> None:
+        """Register this process; claims renew it."""
+        self.claims.drain(draining=await self._say(starting=only_if_absent))
+
+    async def beat(self) -> bool | None:
+        """Renew the registration of this process."""
+        return await self._say()
+
+    async def leave(self) -> None:
+        """End the registration."""
+        await self._say(leaving=True)
+
+    async def _say(self, **more: Any) -> bool:
+        claims = self.claims
+        found: RemoteClaims = await claims.link.call(
+            *("POST", "/v1/remote/claim", claims.ask(0, new_uuid(), **more)),
+            answer=RemoteClaims,
+            op="register_worker",
+            repeatable=True,
+        )
+        return found.draining
+
+
+class PollLoop:
+    """Claims by long polls while permits are free, and starts what it claims."""
+
+    def __init__(self, claims: ServerClaims, start: Start, batch: int) -> None:
+        self._claims = claims
+        self._start = start
+        self._batch = batch
+        self._wake = asyncio.Event()
+        self._stopped = False
+        self._polling: asyncio.Task[list[ClaimedTask]] | None = None
+        claims.on_release = self._wake.set
+        claims.on_offer = self._interrupt
+
+    def stop(self) -> None:
+        """Claim nothing more; a claim under way is given up."""
+        self._claims.stopping = self._stopped = True
+        self._wake.set()
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        if self._polling is not None:
+            self._polling.cancel()
+
+    async def run(self) -> None:
+        """Serve until `stop`. Only an error that no retry can cure ends it otherwise."""
+        claims, pause = self._claims, _FIRST_PAUSE_S
+        claims.stopping = self._stopped
+        while not self._stopped:
+            self._wake.clear()
+            if not claims.free or claims.draining:
+                if claims.meter is not None and not claims.draining:
+                    claims.meter.count("ff_worker_at_capacity_total")
+                await self._wake.wait()
+                continue
+            try:
+                for task in await self._poll():
+                    self._start(task)
+                claims.outage.ended()
+                pause = _FIRST_PAUSE_S
+            except EngineError as error:
+                if is_permanent(error):
+                    raise
+                if not claims.outage.noticed(error, "claim failed"):
+                    extra = {"action": "claim_failed"}
+                    log.warning("claim failed, trying again: %s", error, extra=extra)
+                await self._rest(pause * random.uniform(0.5, 1.0))  # noqa: S311
+                pause = min(pause * 2, _LAST_PAUSE_S)
+        await claims.give_back_unanswered()
+
+    async def _poll(self) -> list[ClaimedTask]:
+        """What was claimed; nothing if the poll was interrupted."""
+        self._polling = polling = asyncio.create_task(self._claims.poll(self._batch, _POLL_S))
+        try:
+            await asyncio.wait((polling,))
+        finally:
+            self._polling = None
+            polling.cancel()
+        return [] if polling.cancelled() else polling.result()
+
+    async def _rest(self, seconds: float) -> None:
+        """Wait, but no longer than until the loop is stopped."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self._stopped:
+                    self._wake.clear()
+                    await self._wake.wait()

@@ -1,0 +1,1 @@
+"""The HTTP server: REST API, background jobs, and the process around them."""

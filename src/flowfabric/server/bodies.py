@@ -1,0 +1,191 @@
+"""Request bodies: the types of their fields, and how JSON becomes a request (10 §1, §2.5)."""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any, TypeVar, cast
+
+import msgspec
+
+from flowfabric.core.errors import ValidationError
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.policy import ExecutionPolicy, parse_policy
+from flowfabric.server.problems import Problem, invalid, not_json
+
+MAX_DEPTH = 128
+Byte = Annotated[int, msgspec.Meta(ge=0, le=255)]
+U16 = Annotated[int, msgspec.Meta(ge=0, le=2**16 - 1)]
+U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+I32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+I64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+# The engine takes no number above 2^53, and msgspec can compare up to here.
+U64 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+# JSON Schema knows no end of text, and a plain $ would let a final line break pass.
+_UUID = r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$(?!\n)"
+_LANE = r"^[ -~]{1,64}$(?!\n)"
+Uuid = Annotated[str, msgspec.Meta(pattern=_UUID)]
+LaneName = Annotated[str, msgspec.Meta(pattern=_LANE)]
+_PATTERNS = {
+    repr(_UUID): "must be a UUID in lower case with hyphens",
+    repr(_LANE): "must be 1 to 64 printable ASCII characters",
+}
+
+T = TypeVar("T")
+_message = re.compile(r"(?s)(.*?)(?: - at `(?:key` in `)?\$?(.*)`)?").fullmatch
+_named = re.compile(r"Object (missing required|contains unknown) field `(.*)`").fullmatch
+_surrogate = re.compile(rb"\\u[dD][89a-fA-F]").search
+_strings = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_syntax = msgspec.json.Decoder(msgspec.Raw)
+
+
+class PolicyObject:
+    """An execution policy that was checked while it was decoded."""
+
+    __slots__ = ("policy",)
+
+    def __init__(self, policy: ExecutionPolicy | None) -> None:
+        self.policy = policy
+
+
+class _PolicyRefused(ValueError):
+    def __init__(self, error: ValidationError) -> None:
+        super().__init__(error.detail)
+        self.error = error
+
+
+def _execution_id(value: Any) -> ExecutionId:
+    try:
+        parsed = ExecutionId.parse(value)
+    except ValidationError as error:
+        raise ValueError(error.detail.partition(": ")[2]) from None
+    if parsed != value:
+        raise ValueError(f"must have its canonical form {parsed}")
+    return parsed
+
+
+def _policy(value: Any) -> PolicyObject:
+    if not isinstance(value, dict):
+        raise _PolicyRefused(ValidationError("invalid_policy_json", "not_object", undecodable=True))
+    try:
+        return PolicyObject(parse_policy(cast("dict[str, Any]", value)))
+    except ValidationError as error:
+        raise _PolicyRefused(error) from None
+
+
+_FIELDS: dict[type, Callable[[Any], Any]] = {
+    ExecutionId: _execution_id,
+    PolicyObject: _policy,
+}
+
+
+def decode_field(kind: type, value: Any) -> Any:
+    """A value of one of the types that JSON does not have."""
+    return _FIELDS[kind](value)
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind, dec_hook=decode_field)
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """The request in a body, or the `Problem` that 10 §2.5 asks for."""
+    return decode_with(_decoder(kind), body)
+
+
+def decode_with(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """`decode` with a decoder that the caller has."""
+    _check_text(body)
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        # The first value of a wrong type ends decoding, so what follows may not even be JSON.
+        try:
+            _syntax.decode(body)
+        except (msgspec.DecodeError, RecursionError):
+            raise not_json(400) from None
+        raise refusal(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise not_json(400) from None
+
+
+def _check_text(body: bytes) -> None:
+    """Refuse what decoders read although it is not JSON, or not safe to read."""
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _depth(body) > MAX_DEPTH:
+        raise not_json(400, f"body: more than {MAX_DEPTH} levels of nesting")
+    if not body.isascii():
+        try:
+            body.decode()
+        except UnicodeDecodeError:
+            raise not_json(400) from None
+    if _surrogate(body) is not None:
+        try:
+            msgspec.json.decode(body, type=msgspec.Raw)
+            _strings.sub(_check_surrogates, body)
+        except (msgspec.DecodeError, RecursionError):
+            raise not_json(400) from None
+
+
+def _check_surrogates(found: re.Match[bytes]) -> bytes:
+    msgspec.json.decode(found[0], type=str)
+    return b""
+
+
+def _depth(body: bytes) -> int:
+    depth = deepest = 0
+    for letter in _strings.sub(b"", body):
+        if letter in b"[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif letter in b"]}":
+            depth -= 1
+    return deepest
+
+
+def refusal(error: msgspec.ValidationError, *, in_query: bool = False) -> Problem:
+    """The answer to a value that does not decode; in a query string it only breaks a rule."""
+    matched = _message(str(error))
+    text, where = (matched[1], matched[2] or "") if matched else (str(error), "")
+    path = where.removeprefix(".").replace("[...]", "[*]")
+    if isinstance(cause := error.__cause__, _PolicyRefused):
+        return _policy_problem(path, cause.error)
+    if (named := _named(text)) is not None:
+        field = f"{path}.{named[2]}" if path else named[2]
+        if named[1] == "missing required":
+            return invalid(field, "missing") if in_query else not_json(422, f"{field}: missing")
+        return invalid(field, "unknown field")
+    problem = text
+    if cause is None:
+        problem = (text[:1].lower() + text[1:]).replace("`", "")
+        problem = _PATTERNS.get(problem.removeprefix("expected str matching regex "), problem)
+    return invalid(path, problem) if in_query else not_json(422, f"{path or 'body'}: {problem}")
+
+
+def _policy_problem(path: str, error: ValidationError) -> Problem:
+    detail = error.detail
+    if error.code != "invalid_policy_json":
+        return Problem(error.code, detail)
+    if detail == "not_object":
+        return not_json(422, f"{path}: expected object", error.code)
+    detail = f"{path}.{detail.replace(':not_object', ': expected object')}"
+    if error.undecodable:
+        return not_json(422, detail, error.code)
+    return Problem(error.code, detail)
+
+
+def payload_of(numbers: list[int] | None, encoded: bytes | None, field: str) -> bytes | None:
+    """The bytes of a field that was given as numbers or as base64."""
+    if encoded is None:
+        return None if numbers is None else bytes(numbers)
+    if numbers:
+        raise invalid(f"{field}_b64", f"cannot be combined with {field}: send only one of them")
+    return encoded
+
+
+def is_json(content_type: bytes | None) -> bool:
+    """Whether a content type is JSON; parameters do not matter."""
+    kind = (content_type or b"").partition(b";")[0].strip().lower()
+    return kind == b"application/json" or (
+        kind.startswith(b"application/") and kind.endswith(b"+json")
+    )

@@ -1,0 +1,232 @@
+"""The HTTP listener: uvicorn, with bounds for clients that send slowly or too much."""
+
+import asyncio
+import errno
+import logging
+import resource
+import socket
+from functools import partial
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from flowfabric.core.errors import ConfigError
+from flowfabric.server.app import ServerApp
+
+HEAD_TIMEOUT_S = 15.0
+"""How long a client may take from connecting, or from its first byte, to the end of the headers."""
+MAX_HEAD_BYTES = 65_536
+MAX_CONNECTIONS = 4096
+"""How many connections may be open; fewer if the process may not open so many files."""
+_OTHER_FILES = 512
+_KEEP_ALIVE_S = 75
+_BACKLOG = 2048
+# A peer that vanished, or does not read, is given up after a minute (Linux; elsewhere the defaults
+# of the system apply). Accepted connections inherit these.
+_PEER_CHECKS = {
+    "TCP_KEEPIDLE": 30,
+    "TCP_KEEPINTVL": 10,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 60_000,
+}
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\n"
+    b"connection: close\r\n\r\n"
+)
+
+
+class Connections:
+    """The open connections of a listener, and those of them without a request, oldest first."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.open = 0
+        self.idle: dict[BoundedProtocol, None] = {}
+
+    def enter(self, connection: "BoundedProtocol") -> bool:
+        """Whether there is room for one more; the one that is idle the longest makes room."""
+        if self.open >= self.most:
+            if not self.idle:
+                return False
+            next(iter(self.idle)).drop()
+        self.open += 1
+        self.idle[connection] = None
+        return True
+
+    def leave(self, connection: "BoundedProtocol") -> None:
+        """Forget a connection that entered."""
+        self.open -= 1
+        self.idle.pop(connection, None)
+
+
+def connections_allowed() -> int:
+    """The limit of open connections in this process."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(16, min(MAX_CONNECTIONS, files - _OTHER_FILES))
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. Closes it if the head of a request is too slow or too long."""
+
+    def __init__(self, connections: Connections, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._all = connections
+        self._entered = False
+        self._head_bytes = 0
+        self._in_head = True
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self._socket = transport
+        self._entered = self._all.enter(self)
+        if not self._entered:
+            transport.write(_FULL)
+            transport.close()
+            return
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_head()
+        if self._entered:
+            self._entered = False
+            self._all.leave(self)
+        super().connection_lost(exc)
+
+    def drop(self) -> None:
+        """Close at once, whatever is left to send."""
+        self._entered = False
+        self._all.leave(self)
+        self._socket.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._entered:
+            return
+        if self._in_head:
+            if self._deadline is None:
+                self._await_head()
+            # Before this part is counted: its end may already belong to the body.
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse_head()
+                return
+            self._head_bytes += len(data)
+        super().data_received(data)
+
+    def on_headers_complete(self) -> None:
+        # One part may be larger than the limit; usually most of it is the body.
+        if self._head_bytes > MAX_HEAD_BYTES and self._head_size() > MAX_HEAD_BYTES:
+            self._entered = False
+            self._all.leave(self)
+            self._refuse_head()
+            raise ValueError("the request line and headers are too long")
+        self._in_head = False
+        self._end_head()
+        self._all.idle.pop(self, None)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_head = True
+        self._head_bytes = 0
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # Of pipelined requests, the next one has begun.
+        if self._entered and self.cycle.response_complete:
+            self._all.idle[self] = None
+
+    def _head_size(self) -> int:
+        lines = sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
+        return len(self.url) + lines
+
+    def _await_head(self) -> None:
+        self._deadline = self.loop.call_later(HEAD_TIMEOUT_S, self._too_slow)
+
+    def _end_head(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _too_slow(self) -> None:
+        self._deadline = None
+        if not self._socket.is_closing():
+            self._socket.close()
+
+    def _refuse_head(self) -> None:
+        self._end_head()
+        self._socket.write(
+            b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+            b"content-length: 0\r\nconnection: close\r\n\r\n"
+        )
+        self._socket.close()
+
+
+class Listener(uvicorn.Server):
+    """Serves an application on one socket until it is told to stop."""
+
+    def __init__(self, app: ServerApp, bound: socket.socket) -> None:
+        self.connections = Connections(connections_allowed())
+        config = uvicorn.Config(
+            app,  # pyright: ignore[reportArgumentType] - its messages are plain mappings
+            http=partial(BoundedProtocol, self.connections),  # pyright: ignore[reportArgumentType]
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )
+        super().__init__(config)
+        self._socket = bound
+        self._serving: asyncio.Task[None] | None = None
+        # Its lines about starting and stopping would repeat ours.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+
+    async def start(self) -> None:
+        """Return when requests are served."""
+        self.config.load()
+        self.lifespan = self.config.lifespan_class(self.config)
+        await self.startup(sockets=[self._socket])
+        self._serving = asyncio.create_task(self._serve_until_told(), name="ff-http")
+
+    async def _serve_until_told(self) -> None:
+        await self.main_loop()
+        await self.shutdown(sockets=[self._socket])
+
+    async def stop(self, timeout_s: float) -> bool:
+        """Stop accepting, and let requests under way finish; False if some did not in time."""
+        if self._serving is None:
+            return True
+        self.should_exit = True
+        _, late = await asyncio.wait([self._serving], timeout=timeout_s)
+        if late:
+            self.force_exit = True
+            await self._serving
+        return not late
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, or a `ConfigError` that says why there is none."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Named as TCP, asyncio sends each part of an answer at once; otherwise some wait for 40 ms.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _PEER_CHECKS.items():
+            if (option := getattr(socket, name, None)) is not None:
+                bound.setsockopt(socket.IPPROTO_TCP, option, value)
+        bound.bind((host, port))
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        bound.close()
+        reason = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            reason = "another process uses this port; choose another one with --listen"
+        raise ConfigError("server", f"cannot listen on {host}:{port}: {reason}") from error
+    bound.setblocking(False)  # noqa: FBT003
+    return bound

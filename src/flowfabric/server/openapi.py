@@ -1,0 +1,266 @@
+"""The OpenAPI document, and a page that shows it, both from the route table (10 §11.2)."""
+
+import html
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+
+from flowfabric.core.contracts import NamedOutcome
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.policy import ExecutionPolicy
+from flowfabric.core.version import __version__
+from flowfabric.server.bodies import PolicyObject
+from flowfabric.server.routing import Route
+from flowfabric.server.schemas import Content, Listed, Variants
+from flowfabric.server.wire import variant_name
+
+_REF = "#/components/schemas/{name}"
+_ID = r"^\{fp:[0-9]{1,5}\}:[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
+_parameter = re.compile(r"\{(\w+)\}").findall
+_ERROR: dict[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {"type": "string"},
+        "kind": {"type": "string"},
+        "code": {"type": "string"},
+        "class": {"type": "string"},
+        "group": {"type": "string"},
+        "retryable": {"type": "boolean"},
+        "detail": {"type": "string"},
+        "details": {"type": "array", "items": {"type": "string"}},
+        "ambiguous": {"type": "boolean"},
+        "request_id": {"type": "string"},
+        "retry_after_ms": {"type": "integer"},
+        "limit_bytes": {"type": "integer"},
+        "route": {"type": "string"},
+        "rotation_id": {"type": "string"},
+        "status": {"type": "string"},
+        "failing": {"type": "array", "items": {"type": "string"}},
+    },
+}
+_STATUSES = {200: "Done", 201: "Created", 202: "Not finished yet", 204: "Nothing to do"}
+_REFUSALS = {
+    400: "Malformed, or against a rule",
+    401: "Without a valid token",
+    403: "The token does not allow it",
+    404: "Not found",
+    409: "In conflict with the present state, or an Idempotency-Key of another request",
+    410: "Trimmed since",
+    413: "The body is too long",
+    415: "The body has another content type",
+    422: "The body is not such a request",
+    429: "Too many at once, or too fast",
+    503: "Not available; repeat later",
+    504: "Not done in time",
+}
+
+
+def _schema_of(kind: Any) -> dict[str, Any]:
+    if kind is ExecutionId:
+        return {"type": "string", "pattern": _ID}
+    if kind is PolicyObject:
+        names = ExecutionPolicy.__struct_fields__
+        return {"type": "object", "description": f"An execution policy: {', '.join(names)}."}
+    raise TypeError(f"no schema for {kind!r}")
+
+
+def _kind(outcome: Any) -> str:
+    (base,) = outcome.__orig_bases__
+    return get_args(get_args(base)[0])[0]
+
+
+def _inside(kind: Any) -> Sequence[Any]:
+    """The types that the document needs schemas of."""
+    if isinstance(kind, Variants):
+        return kind.outcomes
+    if isinstance(kind, Listed):
+        return (kind.row,)
+    return () if kind in (None, bytes) or isinstance(kind, Content) else (kind,)
+
+
+class _Schemas:
+    """The schemas of every type that the routes use."""
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        kinds: dict[Any, None] = {}
+        for route in routes:
+            for each in (_body(route), *route.answers.values()):
+                kinds |= dict.fromkeys(_inside(each))
+        found, self.components = msgspec.json.schema_components(
+            kinds, schema_hook=_schema_of, ref_template=_REF
+        )
+        self._found = dict(zip(kinds, found, strict=True))
+
+    def of(self, kind: Any) -> dict[str, Any]:
+        if isinstance(kind, Variants):
+            return {"oneOf": [self._variant(each, kind) for each in kind.outcomes]}
+        if isinstance(kind, Listed):
+            return {
+                "type": "object",
+                "required": [kind.noun, "next_cursor"],
+                "properties": {
+                    kind.noun: {"type": "array", "items": self._found[kind.row]},
+                    "next_cursor": {"type": ["string", "null"]},
+                },
+            }
+        return self._found[kind]
+
+    def _variant(self, outcome: type[NamedOutcome[Any]], among: Variants) -> dict[str, Any]:
+        name = variant_name(_kind(outcome))
+        fields = [each for each in outcome.__struct_fields__ if each not in among.omit]
+        if not fields:
+            return {"const": name}
+        properties: dict[str, Any] = dict(self.components[outcome.__name__]["properties"])
+        properties |= {each: {"type": "string"} for each in among.texts if each in fields}
+        sent: dict[str, Any] = {"type": "object", "required": fields}
+        sent["properties"] = {each: properties[each] for each in fields}
+        return {"type": "object", "required": [name], "properties": {name: sent}}
+
+
+def _body(route: Route) -> Any:
+    return route.documented or route.body
+
+
+def _answers(route: Route, schemas: _Schemas) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for status, kind in route.answers.items():
+        answer: dict[str, Any] = {"description": _STATUSES[status]}
+        if isinstance(kind, Content):
+            answer["content"] = {kind.media_type: {}}
+        elif kind is not None:
+            answer["content"] = {"application/json": {"schema": schemas.of(kind)}}
+        found[str(status)] = answer
+    for status in (*sorted(route.refusals), "default"):
+        found[str(status)] = {"$ref": f"#/components/responses/{status}"}
+    return found
+
+
+def _refusals() -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": _REF.format(name="Error")}}}
+    named = {str(status): text for status, text in _REFUSALS.items()} | {"default": "A fault"}
+    return {name: {"description": text, "content": content} for name, text in named.items()}
+
+
+def _parameters(route: Route) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in _parameter(route.template)
+    ]
+    hints = get_type_hints(route.query, include_extras=True)
+    for field in msgspec.structs.fields(route.query):
+        schema = msgspec.json.schema(hints[field.name])
+        default: Any = field.default
+        if default not in (None, msgspec.NODEFAULT, "", ()):
+            schema["default"] = default
+        found.append({"name": field.encode_name, "in": "query", "schema": schema})
+    return found
+
+
+def _operation(route: Route, schemas: _Schemas) -> dict[str, Any]:
+    summary, _, more = (route.handler.__doc__ or "").partition("\n")
+    operation: dict[str, Any] = {
+        "operationId": route.handler.__name__,
+        "summary": summary,
+        "tags": [route.template.split("/")[2 if route.template.startswith("/v1/") else 1]],
+    }
+    if more.strip():
+        operation["description"] = " ".join(more.split())
+    if parameters := _parameters(route):
+        operation["parameters"] = parameters
+    if (body := _body(route)) is not None:
+        content: dict[str, Any] = {"application/json": {"schema": schemas.of(body)}}
+        operation["requestBody"] = {"required": not route.optional_body, "content": content}
+    operation["responses"] = _answers(route, schemas)
+    operation["security"] = [] if route.scope is None else [{"bearer": []}]
+    if route.scope is not None:
+        operation["x-scope"] = route.scope
+    return operation
+
+
+def document(routes: Sequence[Route]) -> dict[str, Any]:
+    """The OpenAPI 3.1 document."""
+    routes = [route for route in routes if not route.internal]
+    schemas = _Schemas(routes)
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        paths.setdefault(route.template, {})[route.method.lower()] = _operation(route, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "FlowFabric",
+            "version": __version__,
+            "description": "Durable execution for Python on Valkey.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": dict(schemas.components) | {"Error": _ERROR},
+            "responses": _refusals(),
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+_STYLE = """
+body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
+code,pre{font:14px/1.4 ui-monospace,monospace}pre{background:#8881;padding:.75rem;overflow:auto}
+summary{cursor:pointer;padding:.25rem 0}b{display:inline-block;min-width:4rem}
+table{border-collapse:collapse}td,th{text-align:left;padding:.1rem .75rem .1rem 0}
+:root{color-scheme:light dark}
+"""
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """The document for people: one page without scripts."""
+    by_tag: dict[str, list[str]] = {}
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            by_tag.setdefault(operation["tags"][0], []).append(_entry(path, method, operation))
+    sections = "".join(
+        f"<h2>{html.escape(tag)}</h2>{''.join(entries)}" for tag, entries in by_tag.items()
+    )
+    names = "".join(
+        f"<details><summary><code>{html.escape(name)}</code></summary>{_json(schema)}</details>"
+        for name, schema in document["components"]["schemas"].items()
+    )
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>FlowFabric HTTP API</title>'
+        f"<style>{_STYLE}</style><h1>FlowFabric HTTP API</h1>"
+        f"<p>Version {html.escape(document['info']['version'])}. "
+        f'<a href="/openapi.json">OpenAPI document</a></p>{sections}<h2>Types</h2>{names}</html>'
+    )
+
+
+def _entry(path: str, method: str, operation: Mapping[str, Any]) -> str:
+    rows = "".join(
+        f"<tr><td><code>{html.escape(each['name'])}</code></td><td>{each['in']}</td>"
+        f"<td><code>{html.escape(_text(each['schema']))}</code></td></tr>"
+        for each in operation.get("parameters", ())
+    )
+    table = f"<table>{rows}</table>" if rows else ""
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json")
+    shown = f"<p>Body</p>{_json(body['schema'])}" if body else ""
+    scope = operation.get("x-scope", "none")
+    return (
+        f"<details><summary><b>{method.upper()}</b><code>{html.escape(path)}</code> "
+        f"{html.escape(operation['summary'])}</summary>"
+        f"<p>{html.escape(operation.get('description', ''))} Scope: {scope}.</p>{table}{shown}"
+        "</details>"
+    )
+
+
+def _text(schema: object) -> str:
+    return msgspec.json.encode(schema).decode()
+
+
+def _json(schema: object) -> str:
+    shown = msgspec.json.format(msgspec.json.encode(schema), indent=2).decode()
+    return f"<pre>{html.escape(shown)}</pre>"
+
+
+def rendered(routes: Sequence[Route]) -> tuple[bytes, bytes]:
+    """The document and the page as they are sent."""
+    made = document(routes)
+    return msgspec.json.encode(made), page(made).encode()

@@ -1,0 +1,139 @@
+"""Workers elsewhere, which their calls register and keep alive (04 §9)."""
+
+import time
+
+import msgspec
+
+from flowfabric.core.partition import solo_partition
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.workers import Heartbeat
+from flowfabric.scheduler.routes import release_routes
+from flowfabric.server.problems import invalid
+
+_MAX_KNOWN = 10_000
+_LEAST_LIVENESS_MS = 60_000
+"""Longer than two of the longest polls: a worker that waits is alive."""
+
+
+class RemoteWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """How a worker is registered."""
+
+    worker_id: str
+    worker_instance_id: str
+    lanes: tuple[str, ...]
+    capabilities: tuple[str, ...]
+    tasks: tuple[str, ...]
+    takes_other_tasks: bool
+    namespace: str
+    namespaces: tuple[str, ...]
+    lease_ttl_ms: int
+
+    @property
+    def liveness_ttl_ms(self) -> int:
+        """How long it is listed after its last call."""
+        return max(2 * self.lease_ttl_ms, _LEAST_LIVENESS_MS)
+
+
+class _Known(msgspec.Struct):
+    worker: RemoteWorker
+    seen_at: float
+    started_by: str | None = None
+    """The request with which it started."""
+
+
+class RemoteFleet:
+    """The workers that call this server, as far as it remembers."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._known: dict[tuple[str, str], _Known] = {}
+
+    async def claims(self, worker: RemoteWorker) -> None:
+        """A worker claims: register it, unless it was lately."""
+        known = self._known.get((worker.namespace, worker.worker_instance_id))
+        if (
+            known is None
+            or known.worker != worker
+            or (_is_due(known) and await self._beat(known) is None)
+        ):
+            await self._register(worker)
+
+    async def starts(self, worker: RemoteWorker, request_id: str | None) -> None:
+        """A worker starts: register it, unless another one with its instance id is alive."""
+        instance, namespace = worker.worker_instance_id, worker.namespace
+        known = self._known.get((namespace, instance))
+        repeats = known is not None and request_id is not None and known.started_by == request_id
+        if not repeats:
+            if await self._backend.workers.heartbeat_worker(instance, namespace) is not None:
+                raise invalid("worker_instance_id", f"{instance!r} is in use by another worker")
+            await self._register(worker, request_id)
+
+    async def beats(self, worker: RemoteWorker) -> bool:
+        """A worker says that it is alive; whether an operator drains it."""
+        key = worker.namespace, worker.worker_instance_id
+        known = self._known.get(key)
+        if known is None or known.worker != worker:
+            await self._register(worker)
+            known = self._known[key]
+        beat = await self._beat(known)
+        if beat is None:
+            await self._register(worker)
+        return beat is not None and beat.draining
+
+    async def renews(self, instance: str, namespace: str) -> bool:
+        """A worker renews its leases, which shows that it is alive; whether it is drained."""
+        known = self._known.get((namespace, instance))
+        if known is not None and not _is_due(known):
+            return False
+        if known is None:
+            beat = await self._backend.workers.heartbeat_worker(instance, namespace)
+        else:
+            beat = await self._beat(known)
+        return beat is not None and beat.draining
+
+    async def leaves(self, worker: RemoteWorker) -> None:
+        """A worker stops: list it no longer."""
+        self._known.pop((worker.namespace, worker.worker_instance_id), None)
+        await self._backend.workers.mark_worker_dead(
+            worker.worker_instance_id, worker.namespace, "shutdown"
+        )
+
+    async def _beat(self, known: _Known) -> Heartbeat | None:
+        """Renew a registration; None if the worker is no longer registered."""
+        worker = known.worker
+        beat = await self._backend.workers.heartbeat_worker(
+            worker.worker_instance_id, worker.namespace
+        )
+        if beat is not None:
+            known.seen_at = time.monotonic()
+        return beat
+
+    async def _register(self, worker: RemoteWorker, started_by: str | None = None) -> None:
+        backend, lanes = self._backend, worker.lanes
+        await backend.workers.register_worker(
+            worker_id=worker.worker_id,
+            worker_instance_id=worker.worker_instance_id,
+            lanes=lanes,
+            capabilities=worker.capabilities,
+            tasks=worker.tasks,
+            takes_other_tasks=worker.takes_other_tasks,
+            liveness_ttl_ms=worker.liveness_ttl_ms,
+            namespace=worker.namespace,
+            namespaces=worker.namespaces,
+        )
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.pop(next(iter(self._known)))
+        key = worker.namespace, worker.worker_instance_id
+        self._known[key] = _Known(worker, time.monotonic(), started_by)
+        places: dict[str, list[str]] = {}
+        for lane in lanes:
+            home = f"{{fp:{solo_partition(lane, backend.counts)}}}"
+            places.setdefault(home, []).append(lane)
+        await backend.places.register_places(places)
+        used = await backend.places.lanes_by_partition()
+        # Some executions were blocked until a worker like this one registers.
+        await release_routes(backend, {tag: names & set(lanes) for tag, names in used.items()})
+
+
+def _is_due(known: _Known) -> bool:
+    return time.monotonic() - known.seen_at >= known.worker.liveness_ttl_ms / 3000

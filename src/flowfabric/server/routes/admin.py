@@ -1,0 +1,199 @@
+"""The deployment itself: secrets, scanners, capabilities (10 §3.6, §3.7)."""
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import msgspec
+
+from flowfabric.core.contracts.suspension import HmacKids, RotationSummary
+from flowfabric.core.errors import EngineError, NotFoundError
+from flowfabric.core.ids import new_uuid
+from flowfabric.engine.api.meta import Capabilities
+from flowfabric.engine.api.secrets import check_rotation
+from flowfabric.scanners.settings import INTERVALS_S
+from flowfabric.server.bodies import U32
+from flowfabric.server.calls import Call
+from flowfabric.server.problems import Problem
+from flowfabric.server.queries import NoQuery
+from flowfabric.server.routing import Routes
+from flowfabric.server.schemas import Listed, RotationAnswer, RotationState, ScannerRow
+from flowfabric.server.wire import Reply, answer, encode, tagged
+
+log = logging.getLogger(__name__)
+audit = logging.getLogger("flowfabric.audit")
+routes = Routes()
+ROTATION_TIMEOUT_S = 120.0
+_KEPT_MS = 86_400_000
+
+
+@routes.get("/v1/capabilities", scope="read", answers={200: Capabilities})
+async def read_capabilities(call: Call[None, NoQuery]) -> Reply:
+    """List the operations that this deployment supports."""
+    return answer(call.backend.meta.capabilities())
+
+
+class RotateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The new secret and its name."""
+
+    new_kid: str
+    new_secret_hex: str
+
+
+@routes.post(
+    "/v1/admin/rotate-waitpoint-secret",
+    scope="admin",
+    answers={200: RotationAnswer},
+    errors=(409, 503, 504),
+)
+async def rotate_waitpoint_secret(call: Call[RotateRequest, NoQuery]) -> Reply:
+    """Sign waitpoint tokens with a new secret. The old one stays valid for a grace period."""
+    call.require_all_namespaces()
+    body, grace_ms = call.body, call.services.config.hmac_grace_ms
+    check_rotation(body.new_kid, body.new_secret_hex, grace_ms)
+    rotation = _Rotation(call, new_uuid())
+    # The permit is held as long as the rotation runs, which may be longer than the request.
+    call.services.rotations.__enter__()
+    task = call.services.run(rotation.run(), "ff-rotation")
+    _, late = await asyncio.wait([task], timeout=ROTATION_TIMEOUT_S)
+    if late:
+        extra = {"action": "waitpoint_hmac_rotation_timeout_http_504", "new_kid": body.new_kid}
+        extra |= {"timeout_s": ROTATION_TIMEOUT_S, "caller": call.caller.token_id}
+        audit.error("the rotation continues in the background", extra=extra)
+        text = (
+            f"rotation exceeded {ROTATION_TIMEOUT_S:g}s server-side timeout; retry is safe and "
+            "converges with the same pair"
+        )
+        fields = {"rotation_id": rotation.rotation_id}
+        raise Problem("timeout", "rotate_waitpoint_secret", error=text, fields=fields)
+    summary: RotationSummary = task.result()
+    if not summary.rotated:
+        if all(entry.status == "conflict" for entry in summary.entries):
+            raise Problem("rotation_conflict", body.new_kid)
+        raise Problem(
+            "unavailable", "no partition was rotated", error="backend op unavailable: rotate"
+        )
+    return answer(
+        RotationAnswer(
+            rotated=summary.rotated,
+            failed=list(summary.failed),
+            new_kid=summary.new_kid,
+            in_progress=[],
+            rotation_id=rotation.rotation_id,
+        )
+    )
+
+
+class _Rotation:
+    """One rotation, whose state other replicas can read."""
+
+    def __init__(self, call: Call[RotateRequest, NoQuery], rotation_id: str) -> None:
+        self.rotation_id = rotation_id
+        self._call = call
+        self._started_at = round(time.time() * 1000)
+
+    async def run(self) -> RotationSummary:
+        """Rotate every partition."""
+        call = self._call
+        try:
+            await self._note("running", 0, [])
+            try:
+                summary = await call.backend.secrets.rotate_waitpoint_hmac_secret_all(
+                    call.body.new_kid, call.body.new_secret_hex, call.services.config.hmac_grace_ms
+                )
+            except EngineError:
+                await self._note("failed", 0, [])
+                raise
+            status = "done" if summary.rotated else "failed"
+            await self._note(status, summary.rotated, list(summary.failed))
+            return summary
+        finally:
+            call.services.rotations.__exit__()
+
+    async def _note(self, status: str, rotated: int, failed: list[int]) -> None:
+        state = RotationState(
+            rotation_id=self.rotation_id,
+            new_kid=self._call.body.new_kid,
+            status=status,
+            rotated=rotated,
+            failed=failed,
+            in_progress=[],
+            started_at=self._started_at,
+            finished_at=None if status == "running" else round(time.time() * 1000),
+        )
+        try:
+            notes = self._call.backend.notes
+            await notes.put_note(f"rotation:{self.rotation_id}", encode(state), _KEPT_MS)
+        except EngineError as error:
+            # The rotation matters more than its record.
+            extra = {"action": "rotation_not_stored", "error": str(error)}
+            log.warning("cannot store the state of a rotation: %s", error, extra=extra)
+
+
+@routes.get("/v1/admin/rotations/{id}", scope="admin", answers={200: RotationState}, errors=(404,))
+async def read_rotation(call: Call[None, NoQuery]) -> Reply:
+    """Read the state of a rotation; it is kept for a day."""
+    rotation_id = call.uuid("rotation_id")
+    found = await call.backend.notes.get_note(f"rotation:{rotation_id}")
+    if found is None:
+        raise Problem("rotation_not_found", rotation_id)
+    return Reply(200, found)
+
+
+@routes.get("/v1/admin/waitpoint-kids", scope="admin", answers={200: HmacKids})
+async def list_kids(call: Call[None, NoQuery]) -> Reply:
+    """List the keys that verify waitpoint tokens, without their secrets."""
+    return answer(await call.backend.secrets.list_waitpoint_hmac_kids())
+
+
+@routes.get("/v1/admin/scanners", scope="admin", answers={200: Listed("scanners", ScannerRow)})
+async def list_scanners(call: Call[None, NoQuery]) -> Reply:
+    """List the scanners of this process."""
+    scanners = call.services.scanners
+    found = {} if scanners is None else scanners.status()
+    now, wall = asyncio.get_running_loop().time(), time.time()
+    rows: list[ScannerRow] = []
+    for name, interval_s in INTERVALS_S.items():
+        status = found.get(name)
+        seen = None if status is None else status.last_progress_at
+        rows.append(
+            ScannerRow(
+                name=name,
+                enabled=status is not None,
+                interval_ms=round((status.interval_s if status else interval_s) * 1000),
+                last_cycle_at=None if seen is None else round((wall - now + seen) * 1000),
+                last_duration_ms=round(status.last_duration_s * 1000) if status else 0,
+                processed=status.processed if status else 0,
+                errors=status.errors if status else 0,
+                restarts=status.restarts if status else 0,
+            )
+        )
+    return answer({"scanners": rows, "next_cursor": None})
+
+
+class RunScanner(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a scanner looks; everywhere by default."""
+
+    partition: U32 | None = None
+
+
+@routes.post(
+    "/v1/admin/scanners/{name}/run",
+    scope="admin",
+    optional_body=True,
+    answers={200: dict[str, dict[str, int]]},
+    errors=(404,),
+)
+async def run_scanner(call: Call[RunScanner, NoQuery]) -> Reply:
+    """Run one cycle of a scanner now."""
+    call.require_all_namespaces()
+    name, scanners = call.value("name"), call.services.scanners
+    if scanners is None:
+        raise Problem("scanner_not_found", name[:80])
+    try:
+        result = await scanners.scan_once(name, call.body.partition)
+    except NotFoundError:
+        raise Problem("scanner_not_found", name[:80]) from None
+    counts: dict[str, Any] = {"processed": result.processed, "errors": result.errors}
+    return answer(tagged("ran", counts))

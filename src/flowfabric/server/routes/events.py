@@ -1,0 +1,387 @@
+"""Server-sent events: executions, attempt output, flows, and everything (10 §11.3)."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, get_args
+
+import msgspec
+
+from flowfabric.core.contracts.executions import ExecutionInfo
+from flowfabric.core.contracts.flows import FlowSnapshot
+from flowfabric.core.contracts.streams import StreamFrames
+from flowfabric.core.errors import EngineError, NotFoundError
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.partition import flow_partition
+from flowfabric.engine.api.events import Event, EventFilter, Family, Start, Subscription
+from flowfabric.server.calls import Call
+from flowfabric.server.entries import entry_of
+from flowfabric.server.exchange import EventStream
+from flowfabric.server.problems import Problem, invalid
+from flowfabric.server.routes.execution_reads import TERMINAL
+from flowfabric.server.routes.streams import frame_of, parse_cursor
+from flowfabric.server.routing import Routes
+from flowfabric.server.schemas import EVENTS
+from flowfabric.server.sse import TICK_S, Changes, Viewer, drained, given_position, sent, stream
+
+routes = Routes()
+_FAMILIES: tuple[Family, ...] = get_args(Family)
+Events = Callable[[Viewer], AsyncGenerator[bytes]]
+
+
+class EventsQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Where to continue, if the header `Last-Event-ID` is not sent."""
+
+    cursor: str = ""
+
+
+async def _opened(call: Call[Any, Any], prepare: Callable[[], Awaitable[Events]]) -> EventStream:
+    """Take a permit, check everything that can be refused, and start the stream."""
+    pool = call.services.event_streams
+    pool.__enter__()
+    try:
+        return stream(call, await prepare())
+    except BaseException:
+        pool.__exit__()
+        raise
+
+
+def _follows(
+    call: Call[Any, Any], partition: int | None, where: EventFilter, families: list[Family]
+) -> Changes:
+    async def opens(cursor: Start) -> Subscription[Event]:
+        partitions = None if partition is None else [partition]
+        return await call.backend.events.subscribe(
+            families, cursor, where=where, partitions=partitions
+        )
+
+    return Changes(opens)
+
+
+@routes.get(
+    "/v1/executions/{id}/events",
+    scope="read",
+    counted=False,
+    answers={200: EVENTS},
+    errors=(404, 410, 503),
+)
+async def execution_events(call: Call[None, EventsQuery]) -> EventStream:
+    """Follow the changes of an execution until it has ended."""
+    execution_id = call.execution_id()
+
+    async def prepare() -> Events:
+        await call.visible(execution_id)
+        families: list[Family] = ["completion", "lease", "signal", "operator"]
+        where = EventFilter(execution_id=execution_id)
+        changes = _follows(call, execution_id.partition, where, families)
+        cursor = given_position(call, call.query.cursor)
+        await call.backend.reads.read_execution_state(execution_id)
+        await changes.start(cursor)
+        follower = _ExecutionFollower(call, execution_id, changes)
+        return lambda viewer: follower.events(viewer, resumed=bool(cursor))
+
+    return await _opened(call, prepare)
+
+
+class _ExecutionFollower:
+    def __init__(self, call: Call[Any, Any], execution_id: ExecutionId, changes: Changes) -> None:
+        self._call = call
+        self._id = execution_id
+        self._changes = changes
+        self._state = ""
+        self._progress: tuple[Any, Any] = (None, None)
+
+    async def events(self, viewer: Viewer, *, resumed: bool) -> AsyncGenerator[bytes]:
+        changes = self._changes
+        try:
+            info = await self._read()
+            self._progress = (info.progress_pct, info.progress_message)
+            yield await self._moved(info)
+            if self._state in TERMINAL:
+                if resumed:
+                    async for event in drained(changes):
+                        yield self._entry(event, info)
+                yield self._end()
+                return
+            while not viewer.is_over:
+                event = await changes.next(TICK_S, *viewer.ends)
+                if isinstance(event, EngineError):
+                    raise event
+                if event is not None and event.type == "signal":
+                    yield sent("signal", entry_of(event), changes.position)
+                    continue
+                info = await self._read()
+                if event is not None:
+                    yield self._entry(event, info)
+                elif info.public_state != self._state:
+                    yield await self._moved(info)
+                if (progress := (info.progress_pct, info.progress_message)) != self._progress:
+                    self._progress = progress
+                    yield await self._progressed(info)
+                if info.public_state in TERMINAL and (event is None or event.type == "completion"):
+                    yield self._end()
+                    return
+                yield viewer.heartbeat()
+        finally:
+            await changes.aclose()
+
+    async def _read(self) -> ExecutionInfo:
+        return await self._call.backend.reads.read_execution_info(self._id)
+
+    async def _moved(self, info: ExecutionInfo) -> bytes:
+        """The state as it is; the feed does not say how it came about."""
+        self._state = info.public_state.value
+        at = await self._call.backend.meta.server_time_ms()
+        return sent("state", self._data(at, None), self._changes.position)
+
+    def _entry(self, event: Event, info: ExecutionInfo) -> bytes:
+        if event.type == "signal":
+            return sent("signal", entry_of(event), self._changes.position)
+        self._state = info.public_state.value
+        return sent("state", self._data(event.at, entry_of(event)), self._changes.position)
+
+    def _data(self, at: int, entry: dict[str, Any] | None) -> dict[str, Any]:
+        return {"execution_id": self._id, "public_state": self._state, "at": at, "entry": entry}
+
+    async def _progressed(self, info: ExecutionInfo) -> bytes:
+        data = {
+            "execution_id": self._id,
+            "progress_pct": info.progress_pct,
+            "progress_message": info.progress_message,
+            "at": await self._call.backend.meta.server_time_ms(),
+        }
+        return sent("progress", data, self._changes.position)
+
+    def _end(self) -> bytes:
+        data = {"execution_id": self._id, "public_state": self._state}
+        return sent("end", data, self._changes.position)
+
+
+@routes.get(
+    "/v1/executions/{id}/attempts/{idx}/stream/events",
+    scope="read",
+    counted=False,
+    answers={200: EVENTS},
+    errors=(404, 503),
+)
+async def stream_events(call: Call[None, EventsQuery]) -> EventStream:
+    """Follow the output of an attempt until it is complete."""
+    execution_id, attempt = call.execution_id(), call.attempt_index()
+
+    async def prepare() -> Events:
+        await call.visible(execution_id)
+        given = given_position(call, call.query.cursor) or "0-0"
+        try:
+            position = parse_cursor("cursor", given)
+            after = position.after() if position.is_concrete else None
+        except Problem:
+            after = None
+        if after is None:
+            raise Problem("invalid_cursor", "must be the id of a frame")
+        await call.backend.reads.read_execution_state(execution_id)
+        follower = _FrameFollower(call, execution_id, attempt, after)
+        return follower.events
+
+    return await _opened(call, prepare)
+
+
+class _FrameFollower:
+    def __init__(
+        self, call: Call[Any, Any], execution_id: ExecutionId, attempt: int, after: str
+    ) -> None:
+        self._call = call
+        self._id = execution_id
+        self._attempt = attempt
+        self._after = after
+        self._state = ""
+
+    async def events(self, viewer: Viewer) -> AsyncGenerator[bytes]:
+        yield await self._state_event()
+        reading: asyncio.Future[StreamFrames] | None = None
+        try:
+            while not viewer.is_over:
+                if reading is None:
+                    reading = asyncio.ensure_future(self._read())
+                await asyncio.wait(
+                    {reading, *viewer.ends},
+                    timeout=TICK_S,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if reading.done():
+                    page, reading = reading.result(), None
+                    for frame in page.frames:
+                        yield sent("frame", frame_of(frame), frame.id)
+                    finished = page.closed_at is not None and page.next_cursor == self._after
+                    self._after = page.next_cursor
+                    if finished:
+                        yield self._end(page.closed_at, page.closed_reason)
+                        return
+                    if page.frames or page.closed_at is not None:
+                        continue
+                before = self._state
+                changed = await self._state_event()
+                if self._state != before:
+                    yield changed
+                elif self._state in TERMINAL and await self._never_started():
+                    yield self._end(None, None)
+                    return
+                yield viewer.heartbeat()
+        finally:
+            if reading is not None:
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+
+    async def _read(self) -> StreamFrames:
+        return await self._call.services.frames.tail(self._id, self._attempt, self._after)
+
+    async def _never_started(self) -> bool:
+        page = await self._call.backend.streams.tail_stream(
+            self._id, self._attempt, after=self._after, count_limit=1
+        )
+        return not page.frames and page.closed_at is None
+
+    async def _state_event(self) -> bytes:
+        backend = self._call.backend
+        self._state = (await backend.reads.read_execution_state(self._id)).value
+        at = await backend.meta.server_time_ms()
+        data = {"execution_id": self._id, "public_state": self._state, "at": at, "entry": None}
+        return sent("state", data, self._after)
+
+    def _end(self, closed_at: int | None, reason: str | None) -> bytes:
+        return sent("end", {"closed_at": closed_at, "closed_reason": reason}, self._after)
+
+
+@routes.get(
+    "/v1/flows/{id}/events",
+    scope="read",
+    counted=False,
+    answers={200: EVENTS},
+    errors=(404, 410, 503),
+)
+async def flow_events(call: Call[None, EventsQuery]) -> EventStream:
+    """Follow the changes of a flow and its members until it has finished."""
+    flow_id = call.uuid("flow_id")
+
+    async def prepare() -> Events:
+        follower = _FlowFollower(call, flow_id)
+        await follower.read()
+        await call.visible_flow(flow_id)
+        cursor = given_position(call, call.query.cursor)
+        await follower.changes.start(cursor)
+        return lambda viewer: follower.events(viewer, resumed=bool(cursor))
+
+    return await _opened(call, prepare)
+
+
+class _FlowFollower:
+    def __init__(self, call: Call[Any, Any], flow_id: str) -> None:
+        self._call = call
+        self._flow_id = flow_id
+        partition = flow_partition(flow_id, call.backend.counts)
+        where = EventFilter(flow_id=flow_id)
+        self.changes = _follows(call, partition, where, list(_FAMILIES))
+
+    async def read(self) -> FlowSnapshot:
+        found = await self._call.backend.flows.describe_flow(self._flow_id, edge_groups=False)
+        if found is None:
+            raise NotFoundError("flow_not_found", self._flow_id)
+        return found
+
+    async def events(self, viewer: Viewer, *, resumed: bool) -> AsyncGenerator[bytes]:
+        changes = self.changes
+        try:
+            flow = await self.read()
+            at = await self._call.backend.meta.server_time_ms()
+            yield sent("state", self._state(flow, at, None), changes.position)
+            if _is_finished(flow):
+                if resumed:
+                    async for event in drained(changes):
+                        yield await self._event(event, flow)
+                yield self._end(flow)
+                return
+            while not viewer.is_over:
+                event = await changes.next(TICK_S, *viewer.ends)
+                if isinstance(event, EngineError):
+                    raise event
+                flow = await self.read()
+                if event is not None:
+                    yield await self._event(event, flow)
+                if _is_finished(flow) and (event is None or event.type == "flow_finished"):
+                    yield self._end(flow)
+                    return
+                yield viewer.heartbeat()
+        finally:
+            await changes.aclose()
+
+    async def _event(self, event: Event, flow: FlowSnapshot) -> bytes:
+        entry, position = entry_of(event), self.changes.position
+        if event.type == "signal":
+            return sent("signal", entry, position)
+        if event.execution_id is None:
+            return sent("state", self._state(flow, event.at, entry), position)
+        try:
+            member = ExecutionId.trusted(event.execution_id)
+            state = await self._call.backend.reads.read_execution_state(member)
+        except NotFoundError:
+            state = None
+        data = {"execution_id": event.execution_id, "public_state": state, "at": event.at}
+        return sent("member", data | {"entry": entry}, position)
+
+    def _state(self, flow: FlowSnapshot, at: int, entry: dict[str, Any] | None) -> dict[str, Any]:
+        return _flow_names(flow) | {"at": at, "entry": entry}
+
+    def _end(self, flow: FlowSnapshot) -> bytes:
+        return sent("end", _flow_names(flow), self.changes.position)
+
+
+def _is_finished(flow: FlowSnapshot) -> bool:
+    return flow.derived_state in ("completed", "failed")
+
+
+def _flow_names(flow: FlowSnapshot) -> dict[str, Any]:
+    return {
+        "flow_id": flow.flow_id,
+        "public_flow_state": flow.public_flow_state,
+        "derived_state": flow.derived_state,
+    }
+
+
+class AllEventsQuery(EventsQuery, frozen=True, kw_only=True):
+    """Which events to follow."""
+
+    namespace: str | None = None
+    families: str = ""
+
+
+@routes.get("/v1/events", scope="read", counted=False, answers={200: EVENTS}, errors=(410, 503))
+async def all_events(call: Call[None, AllEventsQuery]) -> EventStream:
+    """Follow the events of all executions and flows, from now on or from a cursor."""
+    query = call.query
+    names = [name for part in query.families.split(",") if (name := part.strip())]
+    if unknown := sorted(set(names) - set(_FAMILIES)):
+        raise invalid("families", f"{unknown[0]!r} is not one of {', '.join(_FAMILIES)}")
+    if query.namespace is not None:
+        call.check_namespace(query.namespace)
+    families: list[Any] = names or list(_FAMILIES)
+    changes = _follows(call, None, EventFilter(namespace=query.namespace), families)
+
+    async def prepare() -> Events:
+        await changes.start(given_position(call, query.cursor))
+        return lambda viewer: _all(viewer, changes, call)
+
+    return await _opened(call, prepare)
+
+
+async def _all(
+    viewer: Viewer, changes: Changes, call: Call[None, AllEventsQuery]
+) -> AsyncGenerator[bytes]:
+    try:
+        while not viewer.is_over:
+            event = await changes.next(TICK_S, *viewer.ends)
+            if isinstance(event, EngineError):
+                raise event
+            if event is not None and call.caller.sees(event.namespace):
+                name = "signal" if event.type == "signal" else "state"
+                yield sent(name, entry_of(event), changes.position)
+            yield viewer.heartbeat()
+    finally:
+        await changes.aclose()

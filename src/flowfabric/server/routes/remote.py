@@ -1,0 +1,223 @@
+"""Work for workers in any language: claiming, renewing and completing over HTTP."""
+
+from base64 import b64decode
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from flowfabric.core.contracts import executions, leases
+from flowfabric.core.contracts.leases import Handle
+from flowfabric.core.contracts.remote import RemoteClaims
+from flowfabric.core.errors import CorruptionError, EngineError
+from flowfabric.engine.api.executions import Completion
+from flowfabric.server import bodies
+from flowfabric.server.batches import Row, done, failed, in_order
+from flowfabric.server.bodies import Byte, payload_of
+from flowfabric.server.calls import Call
+from flowfabric.server.problems import Problem, invalid
+from flowfabric.server.queries import NoQuery, WaitQuery
+from flowfabric.server.remote_claims import RemoteClaimBody
+from flowfabric.server.routing import Routes
+from flowfabric.server.schemas import RemoteCompleted, RemoteRenewed
+from flowfabric.server.wire import Reply, answer, variant
+
+routes = Routes()
+_MAX_ITEMS = 1000
+T = TypeVar("T", bound="Attempted")
+
+
+class Attempted(msgspec.Struct, frozen=True, kw_only=True):
+    """About one attempt, which its handle names."""
+
+    handle: str
+    """As it was received with the claim."""
+
+    def held(self, call: Call[Any, Any]) -> Handle:
+        """The handle, if it has the right form; whether it is current is for the engine to say."""
+        try:
+            handle = Handle.decode(b64decode(self.handle, validate=True))
+        except (ValueError, CorruptionError):
+            raise invalid("handle", "is malformed; send it as the claim returned it") from None
+        handle.execution_id.check_partition(call.backend.counts)
+        return handle
+
+
+async def read_item(call: Call[Any, Any], raw: msgspec.Raw, kind: type[T]) -> tuple[T, Handle]:
+    """One item and its handle, if the caller may see the execution."""
+    item = bodies.decode(bytes(raw), kind)
+    handle = item.held(call)
+    await call.visible(handle.execution_id)
+    return item, handle
+
+
+def check_items(items: list[msgspec.Raw], least: int = 1) -> list[msgspec.Raw]:
+    """The items, unless there are too many."""
+    if not least <= len(items) <= _MAX_ITEMS:
+        raise invalid("items", f"must contain {least} to {_MAX_ITEMS} items, got {len(items)}")
+    return items
+
+
+class RawItems(msgspec.Struct, frozen=True, kw_only=True):
+    """Items that are decoded one by one: a broken one does not affect the others."""
+
+    items: list[msgspec.Raw]
+
+
+async def each_item(
+    call: Call[RawItems, NoQuery], kind: type[T], act: Callable[[T, Handle], Awaitable[Any]]
+) -> Reply:
+    """Act on every item, those of one execution in order; one row per item."""
+    items = check_items(call.body.items)
+    rows: list[Row] = [{}] * len(items)
+    found: dict[int, tuple[T, Handle]] = {}
+    groups: dict[str, list[int]] = {}
+    for i, raw in enumerate(items):
+        try:
+            found[i] = await read_item(call, raw, kind)
+            groups.setdefault(found[i][1].execution_id, []).append(i)
+        except (Problem, EngineError) as error:
+            rows[i] = failed(error)
+
+    async def one(position: int) -> None:
+        item, handle = found[position]
+        try:
+            rows[position] = done(await act(item, handle))
+        except (Problem, EngineError) as error:
+            rows[position] = failed(error, handle.execution_id)
+
+    await in_order(list(groups.values()), one)
+    return answer({"results": rows})
+
+
+@routes.post(
+    "/v1/remote/claim",
+    scope="remote",
+    limit="medium",
+    answers={200: RemoteClaims},
+    counted=False,
+    errors=(503,),
+)
+async def remote_claim(call: Call[RemoteClaimBody, WaitQuery]) -> Reply:
+    """Claim work for a worker; with `wait_ms`, wait for it.
+
+    The worker is registered by this call. With `max` 0 the call claims nothing and shows that the
+    worker is alive.
+    """
+    with call.services.remote_claims:
+        found = await call.services.remote.claim(
+            call.body, call.caller, call.request, call.query.wait_ms
+        )
+    return answer(found)
+
+
+class RenewItem(Attempted, frozen=True, kw_only=True):
+    """A lease to extend."""
+
+
+class RenewBody(RawItems, frozen=True, kw_only=True):
+    """Leases to extend, and where their worker is registered."""
+
+    namespace: str = "default"
+
+
+class RenewItems(msgspec.Struct, frozen=True, kw_only=True):
+    """Leases to extend, and where their worker is registered."""
+
+    items: list[RenewItem]
+    namespace: str = "default"
+
+
+@routes.post(
+    "/v1/remote/renew",
+    scope="remote",
+    limit="bulk",
+    documented=RenewItems,
+    answers={200: RemoteRenewed},
+)
+async def remote_renew(call: Call[RenewBody, NoQuery]) -> Reply:
+    """Extend leases by their time to live. A row with 404 or 409 means a lost lease: stop work."""
+    items = check_items(call.body.items)
+    rows: list[Row] = [{}] * len(items)
+    handles: list[Handle] = []
+    places: list[int] = []
+    for i, raw in enumerate(items):
+        try:
+            handles.append((await read_item(call, raw, RenewItem))[1])
+            places.append(i)
+        except (Problem, EngineError) as error:
+            rows[i] = failed(error)
+    outcomes = await call.backend.leases.renew_many(handles)
+    for i, handle, outcome in zip(places, handles, outcomes, strict=True):
+        if isinstance(outcome, leases.Renewed):
+            rows[i] = done(variant(outcome))
+        else:
+            rows[i] = failed(outcome, handle.execution_id)
+    draining = False
+    namespace = call.body.namespace
+    if call.caller.sees(namespace):
+        for instance in {handle.worker_instance_id for handle in handles}:
+            draining |= await call.services.remote.fleet.renews(instance, namespace)
+    return answer({"results": rows, "draining": draining})
+
+
+class CompleteItem(Attempted, frozen=True, kw_only=True):
+    """An attempt that succeeded, and its result."""
+
+    result: list[Byte] | None = None
+    result_b64: bytes | None = None
+    result_encoding: str = ""
+
+
+class CompleteBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Attempts that succeeded; with `claim`, the next ones are claimed in the same call."""
+
+    items: list[msgspec.Raw]
+    claim: RemoteClaimBody | None = None
+
+
+class CompleteItems(msgspec.Struct, frozen=True, kw_only=True):
+    """Attempts that succeeded; with `claim`, the next ones are claimed in the same call."""
+
+    items: list[CompleteItem]
+    claim: RemoteClaimBody | None = None
+
+
+@routes.post(
+    "/v1/remote/complete",
+    scope="remote",
+    limit="bulk",
+    documented=CompleteItems,
+    answers={200: RemoteCompleted},
+)
+async def remote_complete(call: Call[CompleteBody, NoQuery]) -> Reply:
+    """Complete attempts; with `claim`, also claim the next ones. The claim does not wait."""
+    body, backend = call.body, call.backend
+    if body.claim is not None:
+        # A claim that cannot be made must not hide what became of the completions.
+        body.claim.worker(call.caller)
+    items = check_items(body.items, 0 if body.claim is not None else 1)
+    rows: list[Row] = [{}] * len(items)
+    completions: list[Completion] = []
+    places: list[int] = []
+    for i, raw in enumerate(items):
+        try:
+            item, handle = await read_item(call, raw, CompleteItem)
+            result = payload_of(item.result, item.result_b64, "result")
+            completions.append(Completion(handle, result, item.result_encoding))
+            places.append(i)
+        except (Problem, EngineError) as error:
+            rows[i] = failed(error)
+    outcomes = await backend.executions.complete_many(completions) if completions else []
+    for i, completion, outcome in zip(places, completions, outcomes, strict=True):
+        if isinstance(outcome, executions.Completed):
+            rows[i] = done(variant(outcome, "cascade"))
+        else:
+            rows[i] = failed(outcome, completion.handle.execution_id)
+    if body.claim is None:
+        return answer({"results": rows})
+    try:
+        found = await call.services.remote.claim(body.claim, call.caller, call.request)
+    except (Problem, EngineError) as error:
+        return answer({"results": rows, "claim_error": failed(error)})
+    return answer({"results": rows, **msgspec.structs.asdict(found)})

@@ -1,0 +1,69 @@
+"""`flowfabric tokens`: a file of hashed tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowfabric.cli.commands import tokens
+from flowfabric.cli.errors import CliError
+from flowfabric.core.errors import ConfigError
+from flowfabric.server.auth import Tokens
+from tests.support.command import Cli
+
+
+async def test_tokens_are_created_listed_and_revoked(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.toml"
+    cli = Cli(tmp_path, FF_API_TOKENS_FILE=str(file))
+    made = await cli("tokens", "create", "ci", "--scopes", "submit,read", "--namespaces", "acme")
+    assert made.code == 0, made.err
+    token = made.out.strip()
+    caller = Tokens(path=file).identify(f"Bearer {token}".encode())
+    assert caller is not None
+    assert (caller.token_id, caller.scopes) == ("ci", {"read", "submit"})
+    assert caller.namespaces == {"acme"}
+    assert token not in file.read_text()
+    twice = await cli("tokens", "create", "ci", "--scopes", "read")
+    assert (twice.code, "exists" in twice.err) == (1, True)
+    listed = await cli("tokens", "list", "--json")
+    (row,) = listed.objects
+    assert (row["id"], row["scopes"], row["namespaces"]) == ("ci", ["read", "submit"], ["acme"])
+    assert "hash" not in row
+    shown = await cli("tokens", "list")
+    assert "ci" in shown.out
+    gone = await cli("tokens", "revoke", "ci")
+    assert gone.code == 0
+    assert Tokens(path=file).identify(f"Bearer {token}".encode()) is None
+    assert (await cli("tokens", "revoke", "ci")).code == 1
+
+
+def test_a_limit_is_set_shown_changed_and_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tokens.toml"
+    tokens.create("ci", scopes=["read"], rate=2.5, file=file)
+    made = capsys.readouterr().out.strip()
+    tokens.list_tokens(file=file)
+    assert "2.5/s" in capsys.readouterr().out
+    tokens.limit("ci", rate=50, burst=200, file=file)
+    assert capsys.readouterr().out == "ci is limited to 50 requests per second.\n"
+    tokens.list_tokens(file=file, as_json=True)
+    assert '"rate_per_s":50.0,"burst":200' in capsys.readouterr().out.replace(" ", "")
+    # The token itself stays as it is.
+    assert Tokens(path=file).identify(f"Bearer {made}".encode()) is not None
+    tokens.limit("ci", file=file)
+    assert capsys.readouterr().out == "ci is without a limit.\n"
+    with pytest.raises(ConfigError, match="rate_per_s must be above 0"):
+        tokens.limit("ci", rate=0, file=file)
+    with pytest.raises(CliError, match="there is no token"):
+        tokens.limit("nope", rate=1, file=file)
+
+
+async def test_mistakes_are_explained(tmp_path: Path) -> None:
+    cli = Cli(tmp_path)
+    assert "no tokens file" in (await cli("tokens", "list")).err
+    bad = await cli("tokens", "create", "x", "--scopes", "root", "--file", "t")
+    assert (bad.code, "there is no scope 'root'" in bad.err) == (2, True)
+    odd = await cli("tokens", "create", "a b", "--scopes", "read", "--file", "t")
+    assert (odd.code, "the id must be" in odd.err) == (1, True)

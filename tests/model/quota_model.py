@@ -1,0 +1,115 @@
+"""One quota policy as plain Python: what admissions, confirms and releases do (07 §10)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+SLACK_MS = 500
+SHARED = "shared"
+
+
+@dataclass
+class Slot:
+    """A slot; without an end it belongs to a claimed execution."""
+
+    ends_at: int | None
+
+
+@dataclass
+class QuotaModel:
+    """The policy and everything it remembers."""
+
+    window_ms: int
+    rate: int
+    cap: int
+    now: int = 0
+    entries: dict[str, int] = field(default_factory=dict[str, int])
+    """When each execution was last admitted."""
+    guards: dict[str, str] = field(default_factory=dict[str, str])
+    """The request that admitted it, unless released; or that another call relies on it."""
+    slots: dict[str, Slot] = field(default_factory=dict[str, Slot])
+    starts: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    """Every admission that a call recorded and nobody undid."""
+
+    def in_window(self) -> dict[str, int]:
+        return {each: at for each, at in self.entries.items() if at > self.now - self.window_ms}
+
+    def held(self) -> dict[str, Slot]:
+        return {
+            each: slot
+            for each, slot in self.slots.items()
+            if slot.ends_at is None or slot.ends_at > self.now
+        }
+
+    def _forget_expired(self) -> None:
+        self.entries = self.in_window()
+        self.guards = {each: by for each, by in self.guards.items() if each in self.entries}
+        self.slots = self.held()
+
+    def admit(self, name: str, request: str, ttl: int) -> str:
+        if self.rate == 0 and self.cap == 0:
+            return "unlimited"
+        self._forget_expired()
+        window, held = self.entries, self.held()
+        guard, ends_at = self.guards.get(name), self.now + ttl + SLACK_MS
+        if guard is not None and (name in held or self.cap == 0):
+            if self.cap and held[name].ends_at is not None:
+                self.slots[name] = Slot(ends_at)
+            if guard == request:
+                return "admitted"
+            self.guards[name] = SHARED
+            return "already"
+        if guard is None and self.rate and len(window) >= self.rate:
+            return "rate"
+        if self.cap and len(held.keys() - {name}) >= self.cap:
+            return "concurrency"
+        if guard is None:
+            self.entries[name] = self.now
+            self.starts.append((self.now, name))
+        self.guards[name] = request
+        if self.cap and not (name in held and held[name].ends_at is None):
+            self.slots[name] = Slot(ends_at)
+        return "admitted"
+
+    def worded(self, answer: str) -> str:
+        """The answer with the time until the next try, as of the end of its batch."""
+        if answer == "rate":
+            return f"rate {min(self.in_window().values()) + self.window_ms - self.now}"
+        ends = [slot.ends_at for slot in self.held().values() if slot.ends_at is not None]
+        if answer == "concurrency" and ends:
+            return f"concurrency {min(ends) - self.now}"
+        return answer
+
+    def confirm(self, name: str) -> None:
+        if self.cap:
+            self.slots[name] = Slot(None)
+
+    def release(self, name: str) -> None:
+        self.slots.pop(name, None)
+        self.guards.pop(name, None)
+
+    def roll_back(self, name: str, request: str) -> None:
+        if self.guards.get(name) != request:
+            return
+        del self.guards[name]
+        if name in self.slots and self.slots[name].ends_at is not None:
+            # The slot of a claimed execution belongs to its run.
+            del self.slots[name]
+        at = self.entries.pop(name, None)
+        self.starts = [start for start in self.starts if start != (at, name)]
+
+    def reconcile(self, active: set[str]) -> None:
+        for name, slot in list(self.slots.items()):
+            # Running work counts, even if its slot has ended.
+            if name in active:
+                slot.ends_at = None
+            elif slot.ends_at is None:
+                self.release(name)
+        self._forget_expired()
+
+    def most_in_any_window(self) -> int:
+        """The most different executions that started within one window."""
+        return max(
+            len({each for at, each in self.starts if end - self.window_ms < at <= end})
+            for end, _ in self.starts
+        )

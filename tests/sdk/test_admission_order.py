@@ -1,0 +1,122 @@
+"""When limits open: who starts first, when jitter lets each start, what a late call undoes."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowfabric.core.contracts.leases import Candidate, ClaimGrant
+from flowfabric.core.contracts.quotas import Admitted, RateExceeded
+from flowfabric.core.ids import ExecutionId, new_uuid
+from flowfabric.engine.api.admission import FOR_BUDGET, Block
+from flowfabric.scheduler.grants import WorkerGrants
+from tests.support.admission import budget, claimed, limited, quota, slots
+from tests.support.engine import LANE, Engine
+
+WINDOW, JITTER = 10_000, 5_000
+
+
+async def jittery(engine: Engine, rate: int) -> str:
+    policy = new_uuid()
+    await engine.backend.quotas.create_quota_policy(
+        policy, window_seconds=WINDOW // 1000, max_requests_per_window=rate, jitter_ms=JITTER
+    )
+    return policy
+
+
+async def retry_at(engine: Engine, execution_id: ExecutionId) -> int:
+    found = await engine.backend.reads.describe_execution(execution_id)
+    assert found is not None
+    assert found.retry_at is not None
+    return found.retry_at
+
+
+async def test_jitter_is_added_to_the_retry_time(engine: Engine) -> None:
+    await engine.freeze(await engine.now())
+    policy = await jittery(engine, 1)
+    assert isinstance(
+        await engine.backend.quotas.check_admission(policy, engine.new_id()), Admitted
+    )
+    answers = [
+        await engine.backend.quotas.check_admission(policy, engine.new_id()) for _ in range(50)
+    ]
+    waits = [each.retry_after_ms for each in answers if isinstance(each, RateExceeded)]
+    assert len(waits) == 50
+    assert all(WINDOW <= wait <= WINDOW + JITTER for wait in waits)
+    assert len(set(waits)) > 1
+
+
+async def test_each_starts_at_its_own_time(engine: Engine) -> None:
+    start = await engine.now()
+    await engine.freeze(start)
+    policy = await jittery(engine, 8)
+    ids = [await limited(engine, quota=policy) for _ in range(16)]
+    first = await claimed(engine)
+    assert len(first) == 8
+    times = {each: await retry_at(engine, each) for each in ids if each not in first}
+    started: list[ExecutionId] = []
+    for at in sorted(set(times.values())):
+        await engine.freeze(at)
+        again = await engine.backend.admission.open_quota(policy)
+        started += await claimed(engine)
+        assert set(started) == {each for each, due in times.items() if due <= at}
+        later = [due for due in times.values() if due > at]
+        assert again == (min(later) - at if later else None)
+
+
+async def test_a_raised_limit_does_not_wait_for_the_jitter(engine: Engine) -> None:
+    policy = await jittery(engine, 1)
+    ids = [await limited(engine, quota=policy) for _ in range(3)]
+    (first,) = await claimed(engine)
+    await engine.backend.quotas.update_quota_policy(policy, max_requests_per_window=5)
+    assert set(await claimed(engine)) == set(ids) - {first}
+
+
+async def test_the_weight_of_the_lane_decides_who_is_let_go(engine: Engine) -> None:
+    await engine.backend.lanes.set_lane_config(LANE, priority_weight_ms=1000)
+    policy = await quota(engine, cap=1)
+    (running,) = [await limited(engine, quota=policy)]
+    assert await claimed(engine) == [running]
+    old = await limited(engine, quota=policy)
+    await engine.advance(60_000)
+    urgent = await limited(engine, quota=policy, priority=5)
+    found = await engine.backend.admission.read_candidates([old, urgent])
+    scores = [each.score for each in found if isinstance(each, Candidate)]
+    # Five seconds ahead do not make up for a minute of waiting.
+    assert scores[1] - scores[0] == pytest.approx(55_000, abs=1000)
+
+
+async def test_a_late_caller_does_not_take_the_slot_of_a_run(engine: Engine) -> None:
+    policy = await quota(engine, cap=1, window=1)
+    running = await limited(engine, quota=policy)
+    assert await claimed(engine) == [running]
+    # The guard ended with the window. A scheduler that saw the execution before it was claimed asks
+    # for it, fails to claim it, and gives up.
+    await engine.advance(5_000)
+    (late,) = await engine.backend.quotas.admit_many(policy, [running])
+    assert isinstance(late, Admitted)
+    await engine.backend.quotas.release_many(policy, [running], rollback=late.request_id)
+    assert await slots(engine, policy) == 1
+    await limited(engine, quota=policy)
+    assert await claimed(engine) == []
+    await engine.advance(60_000)
+    assert await slots(engine, policy) == 1
+
+
+async def test_a_budget_that_opened_before_its_block_was_noted(engine: Engine) -> None:
+    open_now = await budget(engine)
+    execution_id = await limited(engine, open_now)
+    block = Block(
+        execution_id=execution_id, reason=FOR_BUDGET, detail="too late", waits_for=open_now
+    )
+    assert await engine.backend.admission.block_many(execution_id.tag, [block]) == [None]
+    assert await claimed(engine) == [execution_id]
+
+
+async def test_a_grant_behind_many_that_are_held_back(engine: Engine) -> None:
+    spent = await budget(engine, 1, spent=1)
+    for _ in range(40):
+        await limited(engine, spent, priority=9)
+    plain = await engine.create()
+    grant = await WorkerGrants(engine.backend).claim_for_worker(LANE, "w", "w-1")
+    assert isinstance(grant, ClaimGrant)
+    assert grant.execution_id == plain

@@ -1,0 +1,206 @@
+"""Clients that misbehave on the wire: the server stays up, bounded and available to others."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+
+from flowfabric.server.exchange import EventStream, send_events
+from flowfabric.server.listener import bind, connections_allowed
+from tests.server.conftest import Serving, waiters
+from tests.support.engine import Engine
+from tests.support.http import Http, read_head
+
+PATH = "/v1/executions"
+Link = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def connected(http: Http) -> AsyncGenerator[Link]:
+    async with asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(*http.address)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+
+async def is_closed(reader: asyncio.StreamReader) -> bool:
+    """Whether the server has closed the connection, without sending anything."""
+    try:
+        async with asyncio.timeout(0.01):
+            return await reader.read(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+async def test_idle_connections_make_room_for_others(
+    serve: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.server.listener.MAX_CONNECTIONS", 30)
+    links: list[Link] = []
+    async with serve() as http:
+        for n in range(100):
+            reader, writer = await asyncio.open_connection(*http.address)
+            # A head that never ends does not help.
+            writer.write(b"GET /livez HTTP/1.1\r\n" if n % 2 else b"")
+            links.append((reader, writer))
+        for _ in range(5):
+            assert (await http.get("/livez")).status == 200
+        closed = await asyncio.gather(*(is_closed(reader) for reader, _ in links))
+        assert sum(closed) >= 70
+        assert closed[:50] == [True] * 50
+    for _, writer in links:
+        writer.close()
+
+
+async def test_busy_connections_are_not_dropped_for_new_ones(
+    serve: Serving, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.server.listener.connections_allowed", lambda: 2)
+    ids = [await engine.create() for _ in range(2)]
+    async with serve() as http:
+        paths = [f"{PATH}/{each}/state?wait_ms=20000" for each in ids]
+        waiting = [asyncio.create_task(http.get(path)) for path in paths]
+        await waiters(engine, 2)
+        async with connected(http) as (reader, _):
+            status, headers = await read_head(reader)
+            assert (status, headers["retry-after"]) == (503, "1")
+            assert await reader.read() == b""
+        for each in ids:
+            await engine.backend.executions.cancel_execution(each)
+        answers = await asyncio.gather(*waiting)
+        assert [answer.json for answer in answers] == ["cancelled", "cancelled"]
+        assert (await http.get("/livez")).status == 200
+
+
+def rlimit(files: int, _: int) -> tuple[int, int]:
+    return files, files
+
+
+async def test_as_many_connections_as_files_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = "flowfabric.server.listener.resource.getrlimit"
+    for files, allowed in ((1024, 512), (100, 16), (1 << 20, 4096), (-1, 4096)):
+        monkeypatch.setattr(limits, partial(rlimit, files))
+        assert connections_allowed() == allowed
+
+
+async def test_pipelined_requests_are_answered_in_order(http: Http) -> None:
+    paths = ["/livez", "/nope", "/v1/lanes?limit=0", "/readyz"] * 25
+    async with connected(http) as (reader, writer):
+        for path in paths:
+            writer.write(f"GET {path} HTTP/1.1\r\nhost: t\r\n\r\n".encode())
+        statuses: list[int] = []
+        for _ in paths:
+            status, headers = await read_head(reader)
+            await reader.readexactly(int(headers["content-length"]))
+            statuses.append(status)
+    assert statuses == [200, 404, 200, 200] * 25
+
+
+BROKEN = {
+    "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    "a line of binary": bytes(range(256)) + b"\r\n\r\n",
+    "another protocol": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "a header without a name": b"GET /livez HTTP/1.1\r\n: x\r\n\r\n",
+    "a negative length": b"POST /v1/executions HTTP/1.1\r\ncontent-length: -5\r\n\r\n",
+    "two lengths": b"POST /v1/flows HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nab",
+    "a length and chunks": b"POST /v1/flows HTTP/1.1\r\ncontent-length: 5\r\n"
+    b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    "broken chunks": b"POST /v1/flows HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n\r\n",
+    "a huge chunk": b"POST /v1/flows HTTP/1.1\r\ncontent-type: application/json\r\n"
+    b"transfer-encoding: chunked\r\n\r\nffffffffff\r\n{",
+    "a long line": b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n\r\n",
+    "many headers": b"GET /livez HTTP/1.1\r\n" + b"a: b\r\n" * 20_000 + b"\r\n",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+async def test_broken_requests(serve: Serving, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowfabric.server.exchange.BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("flowfabric.server.listener.HEAD_TIMEOUT_S", 0.5)
+    async with serve() as http:
+        async with connected(http) as (reader, writer):
+            writer.write(BROKEN[name])
+            try:
+                answer = await reader.read(4096)
+            except ConnectionError:
+                answer = b""
+        assert not answer or answer.split()[1].startswith(b"4"), answer
+        assert (await http.get("/livez")).status == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"policy":' * 200 + b"1" + b"}" * 200,
+        b'{"namespace":"\xff\xfe"}',
+        b'{"namespace":"\\ud800"}',
+        b"\xef\xbb\xbf{}",
+        b'{"namespace":"a","namespace":',
+        b"nul",
+        b"{" + b'"x":1,' * 50_000 + b'"y":1',
+        b'{"priority":' + b"9" * 50_000 + b"}",
+    ],
+)
+async def test_bodies_that_are_not_json(http: Http, body: bytes) -> None:
+    answer = await http.post(PATH, body, content_type="application/json")
+    assert answer.status in (400, 422), answer.body
+    assert answer.json["kind"] == "invalid_input"
+
+
+async def test_clients_that_leave_in_the_middle_of_a_body_hold_nothing(
+    serve: Serving, engine: Engine
+) -> None:
+    head = f"POST {PATH} HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\n"
+    async with serve(max_requests=2) as http:
+        for _ in range(6):
+            async with connected(http) as (_, writer):
+                writer.write(f"{head}content-length: 500\r\n\r\n{{".encode())
+                await writer.drain()
+        for _ in range(20):
+            # Until the server has noticed that they left.
+            if (await http.post(PATH, {})).status == 422:
+                break
+            await asyncio.sleep(0)
+        assert (await http.post(PATH, {})).status == 422
+
+
+async def test_a_peer_that_vanishes_is_given_up() -> None:
+    bound = bind("127.0.0.1", 0)
+    try:
+        assert bound.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            assert bound.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+    finally:
+        bound.close()
+
+
+async def test_a_client_that_does_not_read_its_events_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("flowfabric.server.exchange.SEND_TIMEOUT_S", 0.01)
+    ended, released = list[str](), list[str]()
+
+    async def events() -> AsyncGenerator[bytes]:
+        try:
+            while True:
+                yield b"data: x\n\n"
+        finally:
+            ended.append("events")
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    await send_events(send, EventStream(events(), lambda: released.append("permit")), [])
+    assert (ended, released) == (["events"], ["permit"])

@@ -1,0 +1,171 @@
+"""The real command: boot, settings, shutdown, several servers on one deployment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from flowfabric.cli.main import main
+from tests.server.conftest import running
+from tests.support.command import Cli
+
+LEAST = {"namespace": "default", "execution_kind": "resize"}
+
+
+async def test_without_settings_it_runs_on_its_own_embedded_valkey(tmp_path: Path) -> None:
+    cli = Cli(tmp_path)
+    async with running(cli) as (server, http):
+        assert (await http.get("/readyz")).json == {"status": "ready"}
+        assert (await http.post("/v1/executions", LEAST)).status == 201
+        text = "\n".join(server.seen)
+        assert text.count("no API token") == 2
+        server.send(signal.SIGTERM)
+        assert (await server.end()).code == 0
+    assert (tmp_path / ".flowfabric").is_dir()
+
+
+async def test_an_external_valkey_needs_the_secret(cli: Cli) -> None:
+    done = await cli("server", FF_WAITPOINT_HMAC_SECRET="")
+    assert done.code == 1
+    assert "FF_WAITPOINT_HMAC_SECRET is not set" in done.err
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"FF_LISTEN_ADDR": "0.0.0.0:0"}, "invalid value for FF_LISTEN_ADDR: 0.0.0.0 is not a"),
+        ({"FF_LISTEN_ADDR": "nope"}, "invalid value for FF_LISTEN_ADDR: must be host:port"),
+        ({"FF_CORS_ORIGINS": " , "}, "invalid value for FF_CORS_ORIGINS"),
+        ({"FF_BODY_LIMIT_LARGE": "1MB"}, "invalid value for FF_BODY_LIMIT_LARGE"),
+        ({"FF_MAX_EVENT_STREAMS": "0"}, "invalid value for FF_MAX_EVENT_STREAMS"),
+        ({"FF_LANES": "a,a"}, "invalid value for FF_LANES"),
+        ({"FF_WAITPOINT_HMAC_SECRET": "zz"}, "invalid value for FF_WAITPOINT_HMAC_SECRET"),
+        ({"FF_SCANNERS_DISABLED": "nope"}, "invalid value for FF_SCANNERS_DISABLED"),
+        ({"FF_BACKEND": "oracle"}, "invalid value for FF_BACKEND"),
+        ({"FF_TRACING": "maybe"}, "invalid value for FF_TRACING"),
+        ({"FF_LOG_LEVEL": "loud"}, "invalid value for FF_LOG_LEVEL"),
+        ({"FF_SENTRY_DSN": "nope"}, "invalid value for FF_SENTRY_DSN: must have the form"),
+        ({"FF_SENTRY_DSN": "https://k@h/1"}, "Install it with `pip install sentry-sdk`"),
+    ],
+)
+def test_a_bad_setting_is_named(
+    variables: dict[str, str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as done:
+        main(["server", "--check-config"])
+    assert done.value.code == 1
+    assert message in capsys.readouterr().err
+
+
+async def test_a_backend_that_this_version_lacks_exits_with_2(cli: Cli) -> None:
+    for command in ("server", "config", "ps"):
+        done = await cli(command, FF_BACKEND="Postgres")
+        assert done.code == 2, command
+        assert "no postgres backend" in done.err
+
+
+async def test_check_config_connects_to_nothing(cli: Cli) -> None:
+    done = await cli("server", "--check-config", FF_URL="valkey://127.0.0.1:1")
+    assert (done.code, done.out) == (0, "The settings are valid.\n")
+
+
+async def test_a_port_in_use_is_said_and_exits_with_1(cli: Cli) -> None:
+    async with running(cli) as (_, http):
+        host, port = http.address
+        done = await cli("server", "--listen", f"{host}:{port}")
+        assert done.code == 1
+        assert f"cannot listen on {host}:{port}" in done.err
+
+
+async def test_settings_come_from_flags_then_the_environment_then_the_file(
+    cli: Cli, tmp_path: Path
+) -> None:
+    file = tmp_path / "ff.toml"
+    file.write_text(
+        'FF_LANES = ["a", "b"]\nFF_MAX_EVENT_STREAMS = 5\nFF_API_TOKEN = "s3cret"\n'
+        "FF_SHUTDOWN_TIMEOUT_S = 7\n"
+    )
+    done = await cli(
+        *("config", "--json", "--config", str(file), "--set", "FF_SHUTDOWN_TIMEOUT_S=9"),
+        FF_MAX_EVENT_STREAMS="6",
+    )
+    assert done.code == 0, done.err
+    found = {each["name"]: (each["value"], each["source"]) for each in done.objects}
+    assert found["FF_LANES"] == ("a,b", "file")
+    assert found["FF_MAX_EVENT_STREAMS"] == ("6", "environment")
+    assert found["FF_SHUTDOWN_TIMEOUT_S"] == ("9", "flag")
+    assert found["FF_API_TOKEN"] == ("<redacted>", "file")
+    assert found["FF_URL"] == (cli.environment["FF_URL"], "environment")
+    assert found["FF_LISTEN_ADDR"] == ("0.0.0.0:9090", "default")
+    assert found["FF_TRACING"] == ("0", "default")
+    assert found["FF_SENTRY_ENVIRONMENT"] == ("production", "default")
+    assert found["FF_PORT"] == ("6379", "default")
+    assert "s3cret" not in done.out
+
+
+async def test_config_shows_an_address_without_its_password(cli: Cli) -> None:
+    done = await cli("config", FF_URL="valkey://app:s3cret@valkey.example:6379/2")
+    assert done.code == 0, done.err
+    assert "valkey://app:<redacted>@valkey.example:6379/2" in done.out
+    assert "s3cret" not in done.out
+
+
+FAKE_SENTRY = """
+import json, pathlib
+def init(**options):
+    pathlib.Path("reports.json").write_text(json.dumps(options))
+"""
+
+
+async def test_errors_are_reported_if_a_dsn_is_set(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "sentry_sdk.py").write_text(FAKE_SENTRY)
+    found = os.pathsep.join((str(tmp_path), cli.environment.get("PYTHONPATH", "")))
+    dsn = {"FF_SENTRY_DSN": "https://key@sentry.example/1", "PYTHONPATH": found}
+    async with running(cli, FF_SENTRY_RELEASE="shop-7", **dsn) as (server, _):
+        options = json.loads((tmp_path / "reports.json").read_text())
+        server.send(signal.SIGTERM)
+        await server.end()
+    assert options["dsn"] == dsn["FF_SENTRY_DSN"]
+    assert (options["environment"], options["release"]) == ("production", "shop-7")
+    # Payloads and secrets stay here.
+    assert options["include_local_variables"] is options["send_default_pii"] is False
+    assert options["max_request_body_size"] == "never"
+    shown = await cli("config", **dsn)
+    assert "key@sentry" not in shown.out
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "said"),
+    [
+        (("--listen", "127.0.0.1:0"), {}, "none: open to this machine"),
+        (
+            ("--listen", "0.0.0.0:0"),
+            {"FF_ALLOW_INSECURE": "1"},
+            "none: open to everyone who can reach this address",
+        ),
+        (("--listen", "127.0.0.1:0"), {"FF_API_TOKEN": "s3cret"}, "required"),
+    ],
+)
+async def test_the_banner_says_who_can_call(
+    cli: Cli, options: tuple[str, ...], variables: dict[str, str], said: str
+) -> None:
+    async with cli.start("server", *options, **variables) as server:
+        line = await server.line("tokens  ")
+        assert line.split(maxsplit=1) == ["tokens", said]
+
+
+async def test_a_misspelt_setting_is_refused_with_advice(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "ff.toml"
+    file.write_text('FF_LANE = "a"\n')
+    done = await cli("server", "--check-config", "--config", str(file))
+    assert done.code == 1
+    assert "there is no setting 'FF_LANE'; did you mean FF_LANES?" in done.err

@@ -1,0 +1,139 @@
+"""The guards of routing: what waits where, and who may take it, as in `mutants.py`."""
+
+from __future__ import annotations
+
+from tests.conformance import test_claim_namespaces as namespaces
+from tests.conformance import test_claim_offers as offers
+from tests.conformance import test_claim_tasks as tasks
+from tests.conformance.test_claim_properties import Lane, Work, Worker
+from tests.scanners import test_doorbell as bells
+from tests.support.engine import Engine
+from tests.valkey import test_bounds as bounds
+from tests.valkey import test_claim_offers as stored_offers
+from tests.valkey import test_exec_doorbell as rings
+from tests.valkey.mutants import Scenario
+from tests.valkey.mutants_tasks import OFFERS, WAITING
+
+NOTHING, GPU = frozenset[str](), frozenset({"gpu"})
+
+
+async def takes_the_best_of_all_it_covers(engine: Engine) -> None:
+    """Of several indexes: with and without requirements, waiting and lost."""
+    lane = Lane(engine, await engine.now())
+    for arrives in ([GPU], [NOTHING], [GPU, NOTHING, GPU]):
+        for needs in arrives:
+            await lane.submit(Work(needs, "default", 0, 1))
+        for count in (1, 2, 3):
+            await lane.claim(Worker(NOTHING, None, 1))
+            await lane.claim(Worker(GPU, None, count))
+            await lane.lose_all()
+
+
+# Name, file, the guard as written, what stands there instead, the scenario that must notice.
+MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
+    (
+        "requirements that a worker lacks",
+        OFFERS,
+        "if not offered.tokens[token] then",
+        "if false then",
+        offers.test_only_covered_requirements_are_claimed_and_nothing_is_written,
+    ),
+    (
+        "an entry in an index of others",
+        OFFERS,
+        "return offered.covers(signature)",
+        "return true",
+        lambda e: stored_offers.test_an_index_does_not_decide_who_may_claim(e, lost=False),
+    ),
+    (
+        "signatures beside the plain index",
+        OFFERS,
+        "or not offers.only_plain(covered(c, want, offered))",
+        "",
+        takes_the_best_of_all_it_covers,
+    ),
+    (
+        "lost work beside the plain index",
+        OFFERS,
+        "if server.call('EXISTS', lost, config) > 0",
+        "if false",
+        takes_the_best_of_all_it_covers,
+    ),
+    (
+        "the best of several indexes",
+        OFFERS,
+        "if sources > 1 then table.sort(found, best_first) end",
+        "",
+        takes_the_best_of_all_it_covers,
+    ),
+    (
+        "lost work with requirements",
+        OFFERS,
+        "any = add(K.reclaimable(c.tag, want.lane, signature), signature) or any",
+        "",
+        takes_the_best_of_all_it_covers,
+    ),
+    (
+        "the namespace after the last",
+        OFFERS,
+        "if (name > last) == later then",
+        "if later then",
+        namespaces.test_a_noisy_namespace_delays_others_by_one_turn,
+    ),
+    (
+        "how many signatures people may choose",
+        WAITING,
+        "if is_full(key) then",
+        "if false then",
+        bounds.test_a_lane_has_a_limited_number_of_signatures,
+    ),
+    (
+        "signatures of the same batch",
+        WAITING,
+        "if c.joined then",
+        "if false then",
+        bounds.test_a_lane_has_a_limited_number_of_signatures,
+    ),
+    (
+        "signatures that the lane has already",
+        WAITING,
+        "if server.call('SISMEMBER', key, signature) == 1 then return nil end",
+        "",
+        bounds.test_a_lane_has_a_limited_number_of_signatures,
+    ),
+    (
+        "a signature that nothing has any more",
+        WAITING,
+        "    c:release_signature(rec.lane_id, signature)\n  else",
+        "  else",
+        bounds.test_a_reclaimed_execution_takes_its_signature_along,
+    ),
+    (
+        "names of tasks that look like lists",
+        WAITING,
+        "string.gsub(kind, '[^!-$&-+--~]', escaped)",
+        "kind",
+        lambda e: tasks.test_a_task_of_any_name_is_found_again(e, "a,b"),
+    ),
+    (
+        "work that a claim frees for others",
+        WAITING,
+        "if later and not offers.takes(c.claimer, rec) then c.rings_later = nil end",
+        "",
+        lambda e: rings.test_what_a_completing_worker_releases_for_others(e, "a capability"),
+    ),
+    (
+        "bells of signatures that ring again",
+        WAITING,
+        "    c:ring(lane, signature)\n",
+        "",
+        bells.test_for_work_with_requirements_and_for_reclaims,
+    ),
+    (
+        "the plain bell without plain work",
+        WAITING,
+        "if server.call('EXISTS', K.eligible(c.tag, lane), K.reclaimable(c.tag, lane)) > 0 then",
+        "do",
+        bells.test_for_work_that_waits_for_a_worker_with_its_task,
+    ),
+]
