@@ -39,11 +39,12 @@ async def reason(engine: Engine, execution_id: ExecutionId) -> str | None:
 
 
 async def test_it_is_blocked_until_one_worker_covers_it(engine: Engine) -> None:
-    plain, gpu, both = (
-        await engine.create(),
-        await engine.create(policy=GPU),
-        await engine.create(policy=BOTH),
-    )
+    plain = await engine.create()
+    # Executions of the same millisecond are listed by their ids, which are random.
+    await engine.advance(1)
+    gpu = await engine.create(policy=GPU)
+    await engine.advance(1)
+    both = await engine.create(policy=BOTH)
     assert await listed(engine, "eligible") == [plain]
     assert await listed(engine, "blocked_route") == [gpu, both]
     assert await reason(engine, both) == "waiting_for_capable_worker"
