@@ -271,6 +271,8 @@ async def test_conditions_of_one_handler_are_told_apart(app: ff.Fabric, engine: 
             await run.signal(f"money{suffix}", "no", round_)
             await run.signal(f"money{suffix}", "fine", round_)
             await run.signal(f"money{suffix}", "yes", round_)
+            # Only signals of different milliseconds have an order across waitpoints.
+            await engine.advance(1)
             await run.signal(f"legal{suffix}", "yes", round_)
         await parked(engine, run, "crew")
         for who in ("ada", "ada", "eve"):

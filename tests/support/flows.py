@@ -75,8 +75,9 @@ class TestFlow:
         if how == "cancelled":
             await executions.cancel_execution(execution_id, "test")
             return
-        if key not in self.claims:
-            await self.claim()
+        # Members that become eligible in the same millisecond are claimed in the order of their ids.
+        while key not in self.claims and await self.claim():
+            pass
         handle = self.claims[key].handle
         if how == "success":
             await executions.complete_execution(execution_id, handle, result_payload=result)

@@ -93,9 +93,8 @@ async def test_a_member_that_takes_the_results_of_very_many(engine: Engine) -> N
         await engine.backend.flows.replay_flow(flow.flow_id)
         await drained(engine, flow.tag)
         assert await flow.state("end") == "waiting_children"
+        del flow.claims["m7"]
         for key in names:
-            if key not in flow.claims or key == "m7":
-                await flow.claim()
             await flow.end(key, result=results[key])
         await flow.claim()
     given = flow.claims["end"].inputs.inputs
