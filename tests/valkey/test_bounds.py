@@ -199,6 +199,16 @@ async def test_a_claim_that_leaves_all_to_others(engine: Engine, max_n: int) -> 
     assert await signatures(engine) > SIGNATURES
 
 
+@pytest.mark.parametrize("max_n", [1, 64, 256])
+async def test_a_claim_leaves_a_limited_number_to_others(engine: Engine, max_n: int) -> None:
+    many = [
+        NewExecution(execution_id=engine.new_id(), execution_kind=f"task {n}") for n in range(600)
+    ]
+    await engine.backend.executions.create_many(many)
+    assert await engine.claim_all(max_n, tasks=["known"]) == []
+    assert 0 < await signatures(engine) <= 256
+
+
 async def test_reconciling_a_page_on_a_lane_with_all_its_signatures(engine: Engine) -> None:
     many = [new(engine, requiring(f"c{n}")) for n in range(SIGNATURES)]
     await engine.backend.executions.create_many(many)

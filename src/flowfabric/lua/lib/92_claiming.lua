@@ -180,6 +180,8 @@ local function consider(c, want, offered, id, key, rows, rec)
   if claiming.ends_with_flow(c, id, rec, mode) then return false end
   if offered.no_other_tasks and not offered.tokens[waiting.task_token(rec.execution_kind)] then
     claiming.leave_to_others(c, id, rec, want.worker, key)
+    -- It left its index, so a further look finds others: together they stay within the limit.
+    want.most_looked = want.most_looked - 1
     want.unknown, want.named = want.unknown or {}, want.named or {}
     if not want.named[rec.execution_kind] then
       want.named[rec.execution_kind] = true
