@@ -75,7 +75,7 @@ class TestFlow:
         if how == "cancelled":
             await executions.cancel_execution(execution_id, "test")
             return
-        # Members that become eligible in the same millisecond are claimed in the order of their ids.
+        # Members of the same millisecond are claimed in the order of their ids.
         while key not in self.claims and await self.claim():
             pass
         handle = self.claims[key].handle
