@@ -258,3 +258,4 @@ def test_fairness():
     alone, alone_p99, beside, beside_p99, ratio = figures(report, *names, "fairness_ratio_p99")
     assert (alone <= alone_p99, beside <= beside_p99) == (True, True)
     assert ratio == pytest.approx(beside_p99 / alone_p99, rel=0.01)
+    assert 0 <= float(report["noise_left"]) <= 100

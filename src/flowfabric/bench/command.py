@@ -64,8 +64,9 @@ remote     One worker, connected to a server process over HTTP, runs n execution
            time, from submit to handler start on the idle worker.
 routed     Runs n executions that require ten sets of capabilities on forty
            workers. Then submits them one at a time.
-fairness   Time from submit to handler start in one namespace: alone, and with
-           another namespace that has ten times as much work.
+fairness   Time from submit to handler start of n executions in one namespace, one
+           at a time: alone, then with 10 n executions of another namespace
+           waiting. noise_left is how many of those still wait at the end.
 """
 
 
