@@ -20,8 +20,11 @@ async def stored_in(engine: Engine, execution_id: ExecutionId, name: str) -> str
     """Where a payload or result is stored: `field`, `key` or `nowhere`."""
     call, tag = engine.backend.transport.call, execution_id.tag
     own = {"payload": keys.payload, "result": keys.result}[name](tag, execution_id)
-    field: Any = await call("HEXISTS", keys.core(tag, execution_id), name)
+    core = keys.core(tag, execution_id)
+    field: Any = await call("HEXISTS", core, name)
     key: Any = await call("EXISTS", own)
+    if name == "payload":
+        assert await call("HEXISTS", core, "payload_key") == key
     return {(1, 0): "field", (0, 1): "key", (0, 0): "nowhere"}[field, key]
 
 

@@ -103,8 +103,9 @@ class ValkeyReads(Reads):
         )
         if record is None:
             raise invalid_input("execution_id", "no such execution")
-        small = record.fields.get("payload")
-        payload = small or await self._part(execution_id, keys.payload, "GET")
+        payload = record.fields.get("payload")
+        if "payload_key" in record.fields:
+            payload = await self._part(execution_id, keys.payload, "GET")
         encoding = record.text("payload_encoding", "")
         return contracts.ExecutionContext(payload or b"", record.execution_kind, tags, encoding)
 

@@ -28,7 +28,7 @@ _FAILED = (states.AttemptRecordState.ENDED_FAILURE, states.AttemptRecordState.IN
 _INTERNAL = (
     *("state", "lease", "attempt", "worker", "tagged", "waitpointed"),
     *("paused", "ended_by", "run_from", "between_attempts", "operator_requests"),
-    *("payload", "result"),
+    *("payload", "payload_key", "result"),
 )
 _TRANSITIONS = (
     *("last_transition_at", "started_at", "attempt_started_at", "resumed_at", "completed_at"),

@@ -80,8 +80,12 @@ end
 local SMALL_BYTES = 64
 function record.is_small(bytes) return #bytes > 0 and #bytes <= SMALL_BYTES end
 
--- The payload, or false if it is empty.
-function record.payload(c, id, rec) return rec.payload or server.call('GET', K.payload(c.tag, id)) end
+-- The payload, or false if there is none. `payload_key` says that it has a key of its own, so a task
+-- without arguments costs no look-up.
+function record.payload(c, id, rec)
+  if rec.payload_key then return server.call('GET', K.payload(c.tag, id)) end
+  return rec.payload or false
+end
 
 -- The result, or false if there is none.
 function record.result(c, id, rec) return rec.result or server.call('GET', K.result(c.tag, id)) end

@@ -6,6 +6,10 @@
 local HISTORY_MAX = 32
 -- Two per lifecycle: without building a list first, each takes 0.7 µs less of the server.
 local FREQUENT = { acquired = true, completion = true }
+local function with(name, value, ...)
+  if value then return name, value, ... end
+  return ...
+end
 local UNUSUAL = { expired = true, revoked = true, reclaimed = true, replayed = true }
 local UNUSUAL_RELEASE = { failed_retry_scheduled = true, suspend = true }
 
@@ -25,20 +29,20 @@ end
 
 -- Appends one entry; `...` are further name, value pairs, none of them nil or false.
 function events.emit(c, kind, id, rec, ...)
-  if FREQUENT[kind] and rec.lane_id == 'default' and rec.namespace == 'default'
-      and not clock.shifted then
-    if rec.flow_id then
-      append(c, 't', kind, 'id', id, 'k', rec.execution_kind, 'f', rec.flow_id, ...)
+  local namespace = rec.namespace ~= 'default' and rec.namespace
+  local lane = rec.lane_id ~= 'default' and rec.lane_id
+  local at = clock.shifted and c.now
+  if FREQUENT[kind] then
+    if namespace or lane or rec.flow_id or at then
+      append(c, 't', kind, 'id', id, 'k', rec.execution_kind, with('ns', namespace,
+        with('l', lane, with('f', rec.flow_id, with('at', at, ...)))))
     else
       append(c, 't', kind, 'id', id, 'k', rec.execution_kind, ...)
     end
     return
   end
-  local fields = { 't', kind, 'id', id, 'k', rec.execution_kind, ... }
-  if rec.namespace ~= 'default' then values.add(fields, 'ns', rec.namespace) end
-  if rec.lane_id ~= 'default' then values.add(fields, 'l', rec.lane_id) end
-  if rec.flow_id then values.add(fields, 'f', rec.flow_id) end
-  if clock.shifted then values.add(fields, 'at', c.now) end
+  local fields = { 't', kind, 'id', id, 'k', rec.execution_kind, with('ns', namespace,
+    with('l', lane, with('f', rec.flow_id, with('at', at, ...)))) }
   local entry = append(c, unpack(fields))
   if is_unusual(kind, fields) then
     local told = { 'event_id', entry }

@@ -79,10 +79,11 @@ local function pass_result(c, id, rec, e, up_id, up)
   local result = record.result(c, up_id, up)
   if not result then return false end
   -- A payload never moves from its key to the record: readers look at the record first.
-  if record.is_small(result) and (rec.payload or server.call('EXISTS', K.payload(c.tag, id)) == 0) then
+  if record.is_small(result) and not rec.payload_key then
     record.set(c, id, rec, 'payload', result)
   else
     server.call('SET', K.payload(c.tag, id), result)
+    record.set(c, id, rec, 'payload_key', '1')
     record.clear(c, id, rec, 'payload')
   end
   record.set(c, id, rec, 'passed', values.text(e.number))

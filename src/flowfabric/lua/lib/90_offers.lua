@@ -143,6 +143,21 @@ local function best_first(a, b)
   return a.id < b.id
 end
 
+local function note_source(want, crowded, key, signature, found, limit)
+  if found == limit then crowded[key] = found end
+  want.signature_in[key] = signature
+end
+
+-- The candidates of the only index that a namespace has: their order needs no scores.
+local function queue_of_one(c, want, space, limit, crowded)
+  local signature = space.signatures[1] or nil
+  local key = K.eligible(c.tag, want.lane, signature)
+  local ids = server.call('ZRANGE', key, 0, limit - 1)
+  note_source(want, crowded, key, signature, #ids, limit)
+  if signature and not ids[1] then server.call('SREM', K.lane(c.tag, want.lane, 'sigs'), signature) end
+  return { namespace = space.name, at = 0, ids = ids, keys = NONE, key = key }
+end
+
 -- The candidates of one namespace, best first.
 local function queue_of(c, want, space, limit, crowded)
   local found, sources = {}, 0
@@ -152,8 +167,7 @@ local function queue_of(c, want, space, limit, crowded)
       found[#found + 1] = { id = page[i], score = tonumber(page[i + 1]), key = key }
     end
     if #page > 0 then sources = sources + 1 end
-    if #page == 2 * limit then crowded[key] = true end
-    want.signature_in[key] = signature
+    note_source(want, crowded, key, signature, #page / 2, limit)
     return #page > 0
   end
   for _, signature in ipairs(space.signatures) do
@@ -173,20 +187,34 @@ local function queue_of(c, want, space, limit, crowded)
   return queue
 end
 
+-- Whether executions with lost leases wait in one of the namespaces' indexes.
+local function any_lost(c, want, spaces)
+  local keys = {}
+  for _, space in ipairs(spaces) do
+    for _, signature in ipairs(space.signatures) do
+      keys[#keys + 1] = K.reclaimable(c.tag, want.lane, signature or nil)
+    end
+  end
+  return server.call('EXISTS', unpack(keys)) > 0
+end
+
 -- Executions that this worker could claim, a queue per namespace, that in turn first: ids, best
--- first, and the index of each, or none if all are eligible without requirements. Also the indexes
--- that may hold more, with the position of their last one here.
+-- first, and the index of each, or `key` for all. Also the indexes that may hold more, with the
+-- position of their last one here.
 function offers.candidates(c, want, offered, limit)
   if want.plain then
     local eligible = K.eligible(c.tag, want.lane)
     local ids = server.call('ZRANGE', eligible, 0, limit - 1)
-    return { { at = 0, ids = ids, keys = NONE } }, #ids == limit and { [eligible] = limit } or NONE
+    return { { at = 0, ids = ids, keys = NONE, key = eligible } },
+      #ids == limit and { [eligible] = limit } or NONE
   end
   local queues, crowded = {}, {}
   local spaces = covered(c, want, offered)
   limit = math.min(limit, want.most_looked)
+  local lost = spaces[1] and any_lost(c, want, spaces)
   for _, space in ipairs(spaces) do
-    local queue = queue_of(c, want, space, limit, crowded)
+    local queue_in = (lost or #space.signatures > 1) and queue_of or queue_of_one
+    local queue = queue_in(c, want, space, limit, crowded)
     if queue.ids[1] then queues[#queues + 1] = queue end
   end
   return queues, crowded

@@ -256,13 +256,14 @@ function creating.create(c, id, kind, payload, encoding, opts)
   local rec = { state = S.NEW, lane_id = lane, created_at = values.text(c.now), execution_kind = kind }
   local fields = plain_fields(encoding)
   if opts ~= NONE then fields = specify(c, rec, lane, namespace, encoding, opts, policy) end
-  if record.is_small(payload) then
-    server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'execution_kind', kind,
-      'created_at', rec.created_at, 'payload', payload, unpack(fields))
-  else
+  if payload == '' then
     server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'execution_kind', kind,
       'created_at', rec.created_at, unpack(fields))
-    if payload ~= '' then server.call('SET', K.payload(c.tag, id), payload) end
+  else
+    local small = record.is_small(payload)
+    server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'execution_kind', kind, 'created_at',
+      rec.created_at, small and 'payload' or 'payload_key', small and payload or '1', unpack(fields))
+    if not small then server.call('SET', K.payload(c.tag, id), payload) end
   end
   if opts.policy then server.call('SET', K.policy(c.tag, id), opts.policy) end
   if opts.tags then server.call('HSET', K.tags(c.tag, id), unpack(opts.tags)) end

@@ -207,12 +207,11 @@ end
 -- whole, the indexes that may hold more, and how many of each cannot be claimed now.
 local function look(c, want, offered, limit, rows)
   local queues, crowded = offers.candidates(c, want, offered, limit)
-  local eligible = K.eligible(c.tag, want.lane)
   local left, stuck, turn = 0, {}, 1
   while #rows < want.max and queues[turn] do
     local queue, room = queues[turn], want.max - #rows
     local at = queue.at + 1
-    local id, key = queue.ids[at], queue.keys[at] or eligible
+    local id, key = queue.ids[at], queue.keys[at] or queue.key
     queue.at = at
     if not id then
       table.remove(queues, turn)
@@ -234,7 +233,7 @@ local function look(c, want, offered, limit, rows)
   end
   for _, queue in ipairs(queues) do
     for at = queue.at + 1, #queue.ids do
-      local key = queue.keys[at] or eligible
+      local key = queue.keys[at] or queue.key
       if not crowded[key] then
         left = left + 1
         if not want.plain then want.rest[key] = true end
