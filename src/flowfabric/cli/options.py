@@ -116,10 +116,21 @@ _URL = (
     "The address of Valkey or of a FlowFabric server, such as valkey://host:port, unix://path or "
     "http://host:9090. Overrides FF_URL."
 )
+_VALKEY_URL = "The address of Valkey, such as valkey://host:port or unix://path. Overrides FF_URL."
 Url = Annotated[str | None, value("URL", _URL, "--url", parser=partial(checked, _check_url))]
+ValkeyUrl = Annotated[
+    str | None, value("URL", _VALKEY_URL, "--url", parser=partial(checked, _check_url))
+]
 parse_namespace = partial(checked, validate_namespace)
 Namespace = Annotated[
-    str | None, value("NAME", "Use only this namespace.", "--namespace", parser=parse_namespace)
+    str | None,
+    value(
+        "NAME",
+        "The namespace. Default: all for commands that list or find, otherwise the application's, "
+        "or `default`.",
+        "--namespace",
+        parser=parse_namespace,
+    ),
 ]
 parse_lane = partial(checked, validate_lane)
 Lane = Annotated[str | None, value("NAME", "Only this lane.", parser=parse_lane)]

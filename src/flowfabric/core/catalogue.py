@@ -83,7 +83,7 @@ invalid_grace_ms T Pass a whole number of milliseconds from 0 to 2^53 - 1.
 retention_limit_exceeded T Send smaller frames, or trim the summary.
 invalid_frame_type S Use 1 to 128 printable bytes as the frame type.
 invalid_budget_scope T Use a documented scope and give its target id.
-invalid_quota_spec T Give a positive window and limits.
+invalid_quota_spec T Use whole numbers from 0; a limit of 0 means no limit.
 invalid_dependency T Name two members of this flow.
 invalid_args T Correct the arguments of the flow call.
 step_limit_exceeded T Record fewer steps, or split the work into child executions.
@@ -164,7 +164,7 @@ rate_limit_exceeded R Wait until the current rate window has passed.
 concurrency_limit_exceeded R Wait until running work of this quota finishes.
 signature_limit_exceeded R Use fewer different sets of required capabilities on this lane.
 resource_exhausted R Wait for the given time and repeat, or raise the pool's limit.
-worker_at_capacity R Finish running tasks first, or raise max_concurrent.
+worker_at_capacity R Wait until a running task finishes, or raise max_concurrent_tasks.
 client_rate_limited R Slow down, or raise the client's rate limit.
 # bug 500
 attempt_not_in_created_state B Report this: the attempt record contradicts the call.

@@ -390,7 +390,8 @@ class LoopWatch:
         blocker = None if current is None else _context_of(current).get(handled)
         stuck = [held for held in due if blocker is None or held is not blocker.held]
         if stuck:
-            consequence = f"releasing {len(stuck)} other executions. {_CLAIMS_NOTHING}"
+            others = plural(len(stuck), "other execution")
+            consequence = f"releasing {others}. {_CLAIMS_NOTHING}"
             self._tell(logging.CRITICAL, blocker, consequence)
         elif self._blocked_s < self._warn_s:
             return []

@@ -76,7 +76,10 @@ async def budgets(target: Deployment) -> None:
 
 
 async def _show(target: Target, name: Name) -> None:
-    """Show one budget: usage, holds, limits, breaches and the next reset."""
+    """Show one budget with its usage, holds and limits.
+
+    Also shows breaches and the next reset.
+    """
     async with open_backend(target) as backend:
         status = await _Budgets(backend, target).budget(name)
         waiting = await backend.budgets.blocked(status.budget_id)

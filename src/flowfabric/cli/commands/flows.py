@@ -62,7 +62,10 @@ async def flows(
         str | None,
         _choice(_STATUSES, "Only this status: active, completed, failed or cancelled."),
     ] = None,
-    tag: options.Tags = None,
+    tag: Annotated[
+        list[str] | None,
+        value("KEY=VALUE", "Only flows with this tag. Repeatable.", parser=options.parse_tag),
+    ] = None,
     limit: Annotated[int, value("N", "Show at most N flows.", min=1)] = 50,
     everything: Annotated[bool, flag("--all", "Show all flows.")] = False,
 ) -> None:
