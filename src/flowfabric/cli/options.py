@@ -142,7 +142,8 @@ Limit = Annotated[int, value("N", "Show at most N executions.", min=1)]
 Payload = Annotated[
     bytes | None, value("JSON", "The payload: JSON, @file, or - for stdin.", parser=read_payload)
 ]
-By = Annotated[str | None, value("NAME", "Who makes the change. Default: your user name.", "--as")]
+_BY = "Your name, to store with the change. Default: your user name."
+By = Annotated[str | None, value("NAME", _BY, "--as")]
 Yes = Annotated[bool, flag("--yes -y", "Do not ask for confirmation.")]
 DryRun = Annotated[bool, flag("--dry-run", "Count the executions, but change nothing.")]
 Json = Annotated[bool, flag("--json", "Print JSON.")]

@@ -145,12 +145,13 @@ async def _cancel(
             "to run. flow_only: no members, but the flow takes no new ones.",
         ),
     ] = "cancel_all",
-    reason: Annotated[str, value("TEXT", "Stored with the flow and its members.")] = "",
+    reason: Annotated[str, value("TEXT", "The reason to store with the flow and its members.")] = "",
     wait: Annotated[
         bool, flag("--wait", "Return when every member that the policy includes has ended.")
     ] = False,
     timeout: Annotated[
-        float | None, options.duration("Wait at most this long. Default: 1m.", "100ms", "1h")
+        float | None,
+        options.duration("Wait, but at most this long. Default with --wait: 1m.", "100ms", "1h"),
     ] = None,
 ) -> None:
     """Cancel a flow and its members.
@@ -264,10 +265,10 @@ async def _delete(target: Target, id_: options.FlowId, *, yes: options.Yes = Fal
 
 
 async def _retry(target: Deployment) -> None:
-    """Retry the steps that the engine set aside.
+    """Retry flow updates that failed too often.
 
-    The engine sets a step aside when it has failed six times because a record is damaged.
-    `flowfabric doctor` shows such steps. Repair the record first. Exits with status 1 if a step
+    The engine stops retrying an update that has failed six times because a record is damaged.
+    `flowfabric doctor` shows such updates. Repair the record first. Exits with status 1 if a step
     fails again.
     """
     async with session.open_backend(target) as backend:

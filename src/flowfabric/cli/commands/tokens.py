@@ -24,7 +24,7 @@ Rate = Annotated[
 ]
 Burst = Annotated[
     int | None,
-    value("N", "How many requests may arrive at once. Default: the number for one second."),
+    value("N", "How many requests may arrive at once. Default: --rate, rounded up."),
 ]
 TokenId = Annotated[str, argument("ID", "The id of the token, such as `ci`.")]
 
