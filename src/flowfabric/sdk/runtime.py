@@ -215,7 +215,8 @@ class WorkerRuntime:
             return
         if not task.held.alive:
             # The claim's reply waited too long, for instance for code that blocked the loop.
-            self._endings.abandon(task, LeaseLost("lease_expired", "it expired before the start"))
+            lost = LeaseLost("lease_expired", "the lease expired before the task started")
+            self._endings.abandon(task, lost)
             return
         handling = self._handle(task) if task.trace is None else self._trace(task, task.trace)
         running = asyncio.create_task(handling)

@@ -154,7 +154,7 @@ async def _raise(
     told = f"limits changed: {known}"
     if new and before.hard_limits:
         others = ", ".join(before.hard_limits)
-        told += f". The budget did not limit {', '.join(new)} before, only {others}"
+        told += f". {', '.join(new)} had no limit before; check the name. Other limits: {others}"
     fields = {"budget_id": status.budget_id, "hard_limits": status.hard_limits}
     print_result(fields, f"{name}  ", told, as_json=target.as_json)
 
