@@ -283,7 +283,7 @@ async def revoke_lease(call: Call[None, NoQuery]) -> Reply:
 
 
 class ResumeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """How a suspension is ended by hand."""
+    """How an operator resumes a suspended execution."""
 
     trigger_type: str = "operator"
     resume_delay_ms: U64 = 0
