@@ -52,7 +52,7 @@ def _histogram(
 GROUPS: dict[str, tuple[Metric, ...]] = {
     "Queues": (
         _gauge("ff_eligible_depth", "Executions that a worker could claim now.", "lane"),
-        _gauge("ff_blocked_depth", "Executions that cannot be claimed yet, by reason.", "lane", "reason"),
+        _gauge("ff_blocked_depth", "Executions that cannot be claimed yet.", "lane", "reason"),
         _gauge("ff_reclaimable_depth", "Executions whose worker lost its lease.", "lane"),
         _gauge(
             "ff_oldest_eligible_age_seconds",

@@ -19,7 +19,7 @@ import msgspec
 
 from flowfabric.core.errors import LeaseLost
 from flowfabric.core.forks import end_child, generation
-from flowfabric.core.text import duration
+from flowfabric.core.text import duration, plural
 from flowfabric.engine.layers.tracing import AttemptTrace
 from flowfabric.sdk.endings import Encoded, Endings, FailOrRelease, RunSummary
 from flowfabric.sdk.lease_keeper import HeldLease

@@ -145,7 +145,9 @@ async def _cancel(
             "to run. flow_only: no members, but the flow takes no new ones.",
         ),
     ] = "cancel_all",
-    reason: Annotated[str, value("TEXT", "The reason to store with the flow and its members.")] = "",
+    reason: Annotated[
+        str, value("TEXT", "The reason to store with the flow and its members.")
+    ] = "",
     wait: Annotated[
         bool, flag("--wait", "Return when every member that the policy includes has ended.")
     ] = False,
@@ -268,8 +270,8 @@ async def _retry(target: Deployment) -> None:
     """Retry flow updates that failed too often.
 
     The engine stops retrying an update that has failed six times because a record is damaged.
-    `flowfabric doctor` shows such updates. Repair the record first. Exits with status 1 if a step
-    fails again.
+    `flowfabric doctor` shows such updates. Repair the record first. Exits with status 1 if an
+    update fails again.
     """
     async with session.open_backend(target) as backend:
         tags = await backend.places.used_partitions()
@@ -281,12 +283,14 @@ async def _retry(target: Deployment) -> None:
         after = await backend.upkeep.flow_backlog(tags)
     failed = after.queued.get("cascade_failed", 0) + len(after.parked)
     fields = {"retried": len(before.parked), "failed": failed}
-    text = f"retried {plural(len(before.parked), 'step')}" if before.parked else "nothing to retry"
+    text = (
+        f"retried {plural(len(before.parked), 'update')}" if before.parked else "nothing to retry"
+    )
     print_result(fields, text, as_json=target.as_json)
     if failed:
         raise CliError(
             "retry_failed",
-            f"{plural(failed, 'step')} failed again",
+            f"{plural(failed, 'update')} failed again",
             "the engine retries five times; after that, `flowfabric doctor` shows what is wrong",
         )
 
