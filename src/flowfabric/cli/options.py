@@ -122,15 +122,13 @@ ValkeyUrl = Annotated[
     str | None, value("URL", _VALKEY_URL, "--url", parser=partial(checked, _check_url))
 ]
 parse_namespace = partial(checked, validate_namespace)
+_namespace = partial(value, "NAME", parser=parse_namespace)
 Namespace = Annotated[
-    str | None,
-    value(
-        "NAME",
-        "The namespace. Default: all for commands that list or find, otherwise the application's, "
-        "or `default`.",
-        "--namespace",
-        parser=parse_namespace,
-    ),
+    str | None, _namespace("The namespace to use. The default depends on the command.")
+]
+AnyNamespace = Annotated[str | None, _namespace("Use only this namespace. Default: all.")]
+OneNamespace = Annotated[
+    str | None, _namespace("The namespace to use. Default: the application's, or `default`.")
 ]
 parse_lane = partial(checked, validate_lane)
 Lane = Annotated[str | None, value("NAME", "Only this lane.", parser=parse_lane)]
@@ -163,6 +161,10 @@ class Target(msgspec.Struct, frozen=True):
         """Combine the options: those after the command override those before it."""
         before: Target = context.obj or Target()
         return cls(url or before.url, namespace or before.namespace, as_json)
+
+
+class Namespaced(Target, frozen=True):
+    """The target of a command that uses exactly one namespace."""
 
 
 class Deployment(Target, frozen=True):

@@ -81,9 +81,7 @@ class CascadeDrain(QueueScanner):
         # A process that takes over reports what failed too often before.
         if new and await cycle.backend.upkeep.any_exists([Index(tag, _PARKED) for tag in new]):
             for tag in new:
-                with cycle.surviving(
-                    "could not read failed updates", partition=tag
-                ):
+                with cycle.surviving("could not read failed updates", partition=tag):
                     await self._report_parked(cycle, tag)
         for tag in new:
             self._reported.setdefault(tag, set())

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from flowfabric.cli import options
-from flowfabric.cli.options import Deployment, Target, argument, flag, value
+from flowfabric.cli.options import Deployment, Namespaced, Target, argument, flag, value
 from flowfabric.cli.session import NoDataYet, open_backend
 from flowfabric.cli.views.budgets import print_budget, print_budgets
 from flowfabric.cli.views.screen import print_json, print_result
@@ -75,7 +75,7 @@ async def budgets(target: Deployment) -> None:
         print_budgets(found)
 
 
-async def _show(target: Target, name: Name) -> None:
+async def _show(target: Namespaced, name: Name) -> None:
     """Show one budget with its usage, holds and limits.
 
     Also shows breaches and the next reset.
@@ -90,7 +90,7 @@ async def _show(target: Target, name: Name) -> None:
 
 
 async def _create(
-    target: Target,
+    target: Namespaced,
     name: Name,
     limits: Hard = None,
     *,
@@ -131,7 +131,7 @@ async def _create(
 
 
 async def _raise(
-    target: Target,
+    target: Namespaced,
     name: Name,
     limits: Annotated[
         list[str],
@@ -159,7 +159,7 @@ async def _raise(
     print_result(fields, f"{name}  ", told, as_json=target.as_json)
 
 
-async def _reset(target: Target, name: Name) -> None:
+async def _reset(target: Namespaced, name: Name) -> None:
     """Reset all usage of a budget to 0. Executions that wait for it can then start."""
     async with open_backend(target) as backend:
         done = await _Budgets(backend, target).reset_budget(name)
@@ -172,7 +172,7 @@ async def _reset(target: Target, name: Name) -> None:
 
 
 async def _delete(
-    target: Target,
+    target: Namespaced,
     name: Name,
     *,
     force: Annotated[
