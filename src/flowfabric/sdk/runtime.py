@@ -215,8 +215,8 @@ class WorkerRuntime:
             return
         if not task.held.alive:
             # The claim's reply waited too long, for instance for code that blocked the loop.
-            lost = LeaseLost("lease_expired", "the lease expired before the task started")
-            self._endings.abandon(task, lost)
+            reason = "the lease expired before the task started"
+            self._endings.abandon(task, LeaseLost("lease_expired", reason))
             return
         handling = self._handle(task) if task.trace is None else self._trace(task, task.trace)
         running = asyncio.create_task(handling)
