@@ -32,8 +32,9 @@ async def scan(engine: Engine) -> ScanResult:
 async def running(engine: Engine, name: str) -> Handle:
     """An execution that was admitted, claimed and confirmed."""
     handle = await engine.running()
-    await admit(engine, name, handle.execution_id)
-    await engine.backend.quotas.confirm_admission(name, handle.execution_id)
+    run = handle.lease_epoch
+    await admit(engine, name, handle.execution_id, run=run)
+    await engine.backend.quotas.confirm_admission(name, handle.execution_id, run=run)
     return handle
 
 
@@ -205,22 +206,20 @@ async def test_a_slot_whose_execution_cannot_be_read_stays(engine: Engine) -> No
 async def test_only_slots_that_are_as_they_were_read_change(engine: Engine) -> None:
     name = await policy(engine, max_concurrent=2)
     place, execution_id = tag(engine, name), engine.new_id()
-    await engine.freeze(at := await engine.now())
-    await engine.backend.quotas.confirm_admission(name, execution_id)
+    await engine.backend.quotas.confirm_admission(name, execution_id, run=1)
 
-    async def correct(member: ExecutionId, score: float, verdict: str) -> list[Any]:
-        args = (name, member, repr(score), verdict)
+    async def correct(member: ExecutionId, score: float, run: int | str) -> list[Any]:
+        args = (name, member, repr(score), run)
         reply = await engine.backend.calls.fcall("ff_quota_reconcile", place, args, op="test")
         return reply[3:5]
 
     # In between it was released, admitted and claimed again.
-    await engine.freeze(at + 1)
-    await engine.backend.quotas.confirm_admission(name, execution_id)
-    assert await correct(execution_id, 1e13 + at, "free") == [0, 0]
-    assert await correct(engine.new_id(), 1e13 + at, "free") == [0, 0]
-    assert await correct(engine.new_id(), 1e13 + at, "claimed") == [0, 0]
+    await engine.backend.quotas.confirm_admission(name, execution_id, run=2)
+    assert await correct(execution_id, 1e13 + 1, "") == [0, 0]
+    assert await correct(engine.new_id(), 1e13 + 1, "") == [0, 0]
+    assert await correct(engine.new_id(), 1e13 + 1, 1) == [0, 0]
     assert await slots(engine, name) == [execution_id.encode()]
-    assert await correct(execution_id, 1e13 + at + 1, "free") == [1, 0]
+    assert await correct(execution_id, 1e13 + 2, "") == [1, 0]
     assert await slots(engine, name) == []
 
 

@@ -244,8 +244,8 @@ async def test_a_candidate_that_another_worker_took_keeps_its_admission(engine: 
     assert (len(one.recorded), len(two.recorded)) == (1, 0)
     want, tag = engine.want(worker="v", instance="v-1"), execution_id.tag
     claims = engine.backend.claims.claim_admitted
-    assert len(await claims(want, tag, [execution_id])) == 1
-    assert await claims(engine.want(), tag, [execution_id]) == []
+    assert len(await claims(want, tag, candidates)) == 1
+    assert await claims(engine.want(), tag, candidates) == []
     await first.undo(one, [execution_id])
     await second.undo(two, [execution_id])
     status = await engine.backend.quotas.get_quota_status(policy)
