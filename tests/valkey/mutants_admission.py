@@ -121,7 +121,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         ADMISSION,
         "if rec.quota_policy_id and not stays then",
         "if rec.quota_policy_id then",
-        test_admission.test_a_reclaim_needs_no_admission,
+        runs.test_a_reclaim_gives_no_slot_back,
     ),
     (
         "what was held is given back once",

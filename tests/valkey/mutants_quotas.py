@@ -186,7 +186,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         QUOTA,
         "if guard and guard.run <= runs[i] then over",
         "if guard then over",
-        runs.test_a_grant_that_was_cancelled_and_replayed,
+        runs.test_a_late_return_leaves_the_next_admission_to_its_rollback,
     ),
     (
         "a release leaves the slot of a later run",

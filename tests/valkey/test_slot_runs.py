@@ -12,10 +12,11 @@ from flowfabric.core.contracts.quotas import Admitted
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.partition import quota_partition
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.claims import read_claims
+from flowfabric.engine.valkey.claims import claim_args, read_claims
 from flowfabric.engine.valkey.returns import Returns
 from flowfabric.scheduler.admission import Admissions
 from flowfabric.scheduler.grants import WorkerGrants
+from tests.support import lua_keys
 from tests.support.admission import claimed, limited, needing, quota, settled, slots, worker
 from tests.support.engine import LANE, TTL, Engine
 from tests.support.flows import without_followups
@@ -37,9 +38,9 @@ async def running(engine: Engine, policy: str) -> Claim:
 
 async def claimed_only(engine: Engine, candidates: Sequence[Candidate]) -> Claim:
     """The claim of admitted work by a process that ends before it confirms the slot."""
-    tag, identity = candidates[0].execution_id.tag, new_uuid()
+    tag = candidates[0].execution_id.tag
     given = [part for each in candidates for part in (each.execution_id, each.run)]
-    args = (LANE, "w w-1", "", TTL, 1, identity[:32], f"{identity[:24]}{identity[28:36]}", *given)
+    args = (*claim_args(engine.want(), 1, new_uuid()), *given)
     reply = await engine.backend.calls.fcall("ff_claim_admitted", tag, args, op="test")
     (claim,) = read_claims(engine.want(), reply[2])
     return claim
@@ -189,6 +190,18 @@ async def test_a_rollback_restores_no_start_that_left_the_window(engine: Engine)
     assert len(decision.recorded) == 1
     await engine.advance(2000)
     await admissions.undo(decision, [claim.execution_id])
+    window = lua_keys.quota_window(tag_of(engine, policy), policy)
+    assert await engine.backend.transport.call("ZCARD", window) == 0
+
+
+async def test_a_late_return_leaves_the_next_admission_to_its_rollback(engine: Engine) -> None:
+    policy = await quota(engine, rate=5, cap=1)
+    execution_id, quotas = engine.new_id(), engine.backend.quotas
+    (answer,) = await quotas.admit_many(policy, [execution_id], runs=[2])
+    assert isinstance(answer, Admitted)
+    await quotas.release_many(policy, [execution_id], runs=[1])
+    assert await used(engine, policy) == (1, 1)
+    await quotas.release_many(policy, [execution_id], rollback=answer.request_id)
     assert await used(engine, policy) == (0, 0)
 
 
@@ -281,6 +294,20 @@ async def test_a_quota_that_fails_loses_no_claim_and_no_renewal(
     await engine.backend.transport.call("DEL", key)
     await engine.backend.leases.renew_many([claim.handle])
     await settled(engine)
+    assert await slots(engine, policy) == 1
+
+
+async def test_a_reclaim_gives_no_slot_back(engine: Engine) -> None:
+    await without_followups(engine)
+    policy = await quota(engine, cap=1)
+    claim = await running(engine, policy)
+    tag = claim.execution_id.tag
+    await engine.backend.leases.revoke_lease(claim.execution_id)
+    # The next owner has not confirmed it yet.
+    args = claim_args(engine.want(worker="v", instance="v-1"), 1, new_uuid())
+    reply = await engine.backend.calls.fcall("ff_claim_many", tag, args, op="test")
+    assert len(reply[2]) == 1
+    await engine.backend.admission.deliver_returns(tag)
     assert await slots(engine, policy) == 1
 
 
