@@ -14,7 +14,7 @@ from flowfabric.core.partition import quota_partition
 from flowfabric.engine.valkey import keys
 from flowfabric.scanners.base import ScanResult
 from tests.support import lua_keys
-from tests.support.engine import Engine
+from tests.support.engine import Engine, refused
 from tests.support.quotas import WINDOW, admit, policy, used
 from tests.support.scanning import idle
 
@@ -241,6 +241,19 @@ async def test_a_freed_slot_opens_the_policy(engine: Engine) -> None:
 async def test_the_partition_is_checked(engine: Engine, partition: Any) -> None:
     with pytest.raises(Exception, match="partition"):
         await engine.backend.quotas.reconcile_quota_counters(partition)
+
+
+async def test_one_partition_is_scanned_alone(engine: Engine) -> None:
+    name = await policy(engine, max_concurrent=1)
+    await engine.backend.quotas.confirm_admission(name, engine.new_id())
+    own = quota_partition(name, engine.backend.counts)
+    other = (own + 1) % engine.backend.counts.quota
+    scanners = idle(engine)
+    assert await scanners.scan_once(NAME, other) == ScanResult()
+    assert await scanners.scan_once(NAME, own) == ScanResult(processed=1)
+    count = engine.backend.counts.quota
+    error = await refused(scanners.scan_once(NAME, count), "invalid_input")
+    assert f"must be below {count}" in error.detail
 
 
 async def test_what_one_pass_answers(engine: Engine) -> None:
