@@ -8,7 +8,7 @@ from typing import Any, Unpack, get_args, get_origin, get_type_hints
 
 from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.executions import NewExecution
-from flowfabric.core.contracts.leases import Handle, ResumeGrant
+from flowfabric.core.contracts.leases import Candidate, Handle, ResumeGrant
 from flowfabric.core.contracts.streams import BestEffort, Frame
 from flowfabric.core.contracts.suspension import Accepted, FreshWaitpoint, ResumePolicy, Suspended
 from flowfabric.core.ids import new_uuid
@@ -214,7 +214,8 @@ async def many(engine: Engine) -> Given:
 
 async def admitted(engine: Engine) -> Given:
     execution_id = await engine.create()
-    return {"request": engine.want(), "tag": execution_id.tag, "ids": [execution_id]}
+    asked = [Candidate(execution_id)]
+    return {"request": engine.want(), "tag": execution_id.tag, "candidates": asked}
 
 
 async def fused(engine: Engine) -> Given:

@@ -14,7 +14,7 @@ from flowfabric.core.partition import quota_partition
 from flowfabric.engine.valkey import keys
 from flowfabric.scanners.base import ScanResult
 from tests.support import lua_keys
-from tests.support.engine import Engine
+from tests.support.engine import Engine, refused
 from tests.support.quotas import WINDOW, admit, policy, used
 from tests.support.scanning import idle
 
@@ -32,8 +32,9 @@ async def scan(engine: Engine) -> ScanResult:
 async def running(engine: Engine, name: str) -> Handle:
     """An execution that was admitted, claimed and confirmed."""
     handle = await engine.running()
-    await admit(engine, name, handle.execution_id)
-    await engine.backend.quotas.confirm_admission(name, handle.execution_id)
+    run = handle.lease_epoch
+    await admit(engine, name, handle.execution_id, run=run)
+    await engine.backend.quotas.confirm_admission(name, handle.execution_id, run=run)
     return handle
 
 
@@ -205,22 +206,20 @@ async def test_a_slot_whose_execution_cannot_be_read_stays(engine: Engine) -> No
 async def test_only_slots_that_are_as_they_were_read_change(engine: Engine) -> None:
     name = await policy(engine, max_concurrent=2)
     place, execution_id = tag(engine, name), engine.new_id()
-    await engine.freeze(at := await engine.now())
-    await engine.backend.quotas.confirm_admission(name, execution_id)
+    await engine.backend.quotas.confirm_admission(name, execution_id, run=1)
 
-    async def correct(member: ExecutionId, score: float, verdict: str) -> list[Any]:
-        args = (name, member, repr(score), verdict)
+    async def correct(member: ExecutionId, score: float, run: int | str) -> list[Any]:
+        args = (name, member, repr(score), run)
         reply = await engine.backend.calls.fcall("ff_quota_reconcile", place, args, op="test")
         return reply[3:5]
 
     # In between it was released, admitted and claimed again.
-    await engine.freeze(at + 1)
-    await engine.backend.quotas.confirm_admission(name, execution_id)
-    assert await correct(execution_id, 1e13 + at, "free") == [0, 0]
-    assert await correct(engine.new_id(), 1e13 + at, "free") == [0, 0]
-    assert await correct(engine.new_id(), 1e13 + at, "claimed") == [0, 0]
+    await engine.backend.quotas.confirm_admission(name, execution_id, run=2)
+    assert await correct(execution_id, 1e13 + 1, "") == [0, 0]
+    assert await correct(engine.new_id(), 1e13 + 1, "") == [0, 0]
+    assert await correct(engine.new_id(), 1e13 + 1, 1) == [0, 0]
     assert await slots(engine, name) == [execution_id.encode()]
-    assert await correct(execution_id, 1e13 + at + 1, "free") == [1, 0]
+    assert await correct(execution_id, 1e13 + 2, "") == [1, 0]
     assert await slots(engine, name) == []
 
 
@@ -242,6 +241,19 @@ async def test_a_freed_slot_opens_the_policy(engine: Engine) -> None:
 async def test_the_partition_is_checked(engine: Engine, partition: Any) -> None:
     with pytest.raises(Exception, match="partition"):
         await engine.backend.quotas.reconcile_quota_counters(partition)
+
+
+async def test_one_partition_is_scanned_alone(engine: Engine) -> None:
+    name = await policy(engine, max_concurrent=1)
+    await engine.backend.quotas.confirm_admission(name, engine.new_id())
+    own = quota_partition(name, engine.backend.counts)
+    other = (own + 1) % engine.backend.counts.quota
+    scanners = idle(engine)
+    assert await scanners.scan_once(NAME, other) == ScanResult()
+    assert await scanners.scan_once(NAME, own) == ScanResult(processed=1)
+    count = engine.backend.counts.quota
+    error = await refused(scanners.scan_once(NAME, count), "invalid_input")
+    assert f"must be below {count}" in error.detail
 
 
 async def test_what_one_pass_answers(engine: Engine) -> None:

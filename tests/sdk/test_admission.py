@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -244,8 +246,8 @@ async def test_a_candidate_that_another_worker_took_keeps_its_admission(engine: 
     assert (len(one.recorded), len(two.recorded)) == (1, 0)
     want, tag = engine.want(worker="v", instance="v-1"), execution_id.tag
     claims = engine.backend.claims.claim_admitted
-    assert len(await claims(want, tag, [execution_id])) == 1
-    assert await claims(engine.want(), tag, [execution_id]) == []
+    assert len(await claims(want, tag, candidates)) == 1
+    assert await claims(engine.want(), tag, candidates) == []
     await first.undo(one, [execution_id])
     await second.undo(two, [execution_id])
     status = await engine.backend.quotas.get_quota_status(policy)
@@ -356,3 +358,33 @@ async def test_priority_decides_who_is_let_go_first(engine: Engine) -> None:
 async def _taken(engine: Engine, policy: str) -> list[Claim]:
     await limited(engine, quota=policy)
     return await worker(engine).claim_many(1)
+
+
+@pytest.mark.parametrize("plain", [0, 1])
+async def test_a_cancelled_claim_of_admitted_work_is_repeated(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, plain: int
+) -> None:
+    """Its leases lie idle otherwise. What the same claim took without admission is not lost."""
+    policy = await quota(engine, cap=1)
+    ids = [await limited(engine, quota=policy), *[await engine.create() for _ in range(plain)]]
+    claim, made = engine.backend.claims.claim_admitted, asyncio.Event()
+
+    async def never_answered(*args: Any, **options: Any) -> None:
+        await claim(*args, **options)
+        made.set()
+        await asyncio.Event().wait()
+
+    claims = worker(engine, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.backend.claims, "claim_admitted", never_answered)
+        claiming = asyncio.create_task(claims.claim_many(5))
+        await made.wait()
+        claiming.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await claiming
+    assert claims.free == 5
+    found = [*await claims.claim_many(5), *await claims.claim_many(5)]
+    assert {(each.execution_id, each.handle.lease_epoch) for each in found} == {
+        (each, 1) for each in ids
+    }
+    await claims.admissions.aclose()

@@ -113,7 +113,9 @@ async def test_only_admission_grants_limited_work(engine: Engine) -> None:
     error = await refused(grant(execution_id, **WORKER), "execution_not_eligible")
     assert error.details == ("needs admission",)
     # Every other check comes first: admission would be recorded in vain.
-    await grant(execution_id, **WORKER, admitted=True)
+    error = await refused(grant(execution_id, **WORKER, admitted=2), "execution_not_eligible")
+    assert error.details == ("needs admission",)
+    await grant(execution_id, **WORKER, admitted=1)
     await refused(grant(execution_id, **WORKER), "grant_already_exists")
     other: ExecutionId = await limited(engine, await budget(engine), delay_until=2**42)
     error = await refused(grant(other, **WORKER), "execution_not_eligible")

@@ -17,6 +17,7 @@ from flowfabric.sdk.endings import RunSummary
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper
 from flowfabric.sdk.task import ClaimedTask
 from tests.sdk.conftest import MakeWorker
+from tests.support.admission import limited, quota, slot_taken
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
 from tests.support.sdk import info, opener, serving, state, submit, until
@@ -354,3 +355,18 @@ async def test_state_after_a_loss_is_reclaimable(engine: Engine, make_worker: Ma
         await task.complete(b"late")
     await engine.backend.executions.complete(claim.handle)
     assert await state(engine.backend, task.execution_id) == "completed"
+
+
+async def test_renewals_confirm_the_slot_of_a_quota(
+    engine: Engine, make_worker: MakeWorker
+) -> None:
+    """As after a confirmation that failed: the execution runs, and nothing counts it."""
+    policy = await quota(engine, cap=1)
+    execution_id = await limited(engine, quota=policy)
+    worker = await make_worker(lease_ttl_ms=30_000)
+    task = await worker.claim()
+    assert task is not None
+    await engine.backend.quotas.release_admission(policy, execution_id)
+    worker.keeper.renew_all()
+    await slot_taken(engine, policy)
+    await task.complete()

@@ -18,6 +18,7 @@ from flowfabric.server.auth import new_token, write_tokens
 from flowfabric.server.config import ServerConfig
 from flowfabric.server.process import ServerProcess
 from tests.server.conftest import Serving
+from tests.support.admission import limited, quota, slot_taken, slots
 from tests.support.engine import Engine
 from tests.support.http import Http
 from tests.support.proxy import FaultProxy
@@ -429,3 +430,17 @@ def test_a_handle_survives_its_text() -> None:
     )
     assert Handle.decode(b64decode(text_of(handle))) == handle
     assert msgspec.json.encode(handle.opaque).decode() == f'"{text_of(handle)}"'
+
+
+async def test_a_renewal_confirms_the_slot_of_a_quota(http: Http, engine: Engine) -> None:
+    """As after a confirmation that failed: the execution runs, and nothing counts it."""
+    policy = await quota(engine, cap=1)
+    execution_id = await limited(engine, quota=policy)
+    (claim,) = await claimed(http)
+    assert await slots(engine, policy) == 1
+    await engine.backend.quotas.release_admission(policy, execution_id)
+    answer = await http.post(RENEW, {"items": [{"handle": claim["handle"]}]})
+    assert answer.json["results"][0]["status"] == 200
+    await slot_taken(engine, policy)
+    await limited(engine, quota=policy)
+    assert await claimed(http, worker_instance_id="w-2") == []

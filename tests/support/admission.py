@@ -10,6 +10,7 @@ from flowfabric.core.contracts.leases import Candidate, Claim, ClaimedMany
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.scheduler.claims import WorkerClaims
 from tests.support.engine import LANE, Engine
+from tests.support.sdk import until
 
 
 async def budget(engine: Engine, limit: int = 10, *, spent: int = 0, **fields: Any) -> str:
@@ -82,6 +83,15 @@ async def needing(engine: Engine, max_n: int = 100) -> Sequence[Candidate]:
 
 async def slots(engine: Engine, policy: str) -> int:
     return (await engine.backend.quotas.get_quota_status(policy)).slots_held
+
+
+async def slot_taken(engine: Engine, policy: str) -> None:
+    """Wait until an execution holds a slot."""
+
+    async def holds() -> bool:
+        return await slots(engine, policy) > 0
+
+    await until(holds, "a slot")
 
 
 async def settled(engine: Engine) -> None:

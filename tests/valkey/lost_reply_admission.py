@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flowfabric.core.contracts.executions import NewExecution
+from flowfabric.core.contracts.leases import Candidate
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.engine.valkey.backend import ValkeyBackend
@@ -41,7 +42,7 @@ async def _owing(engine: Engine) -> ExecutionId:
 
 async def _claim(backend: ValkeyBackend, execution_id: ExecutionId) -> Any:
     want = Engine(backend).want()
-    return await backend.claims.claim_admitted(want, execution_id.tag, [execution_id])
+    return await backend.claims.claim_admitted(want, execution_id.tag, [Candidate(execution_id)])
 
 
 ADMISSION_CASES: dict[str, Case] = {

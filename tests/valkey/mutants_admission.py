@@ -6,6 +6,7 @@ from tests.conformance import test_blocking, test_flow_blocking
 from tests.sdk import test_admission, test_grant_admission
 from tests.valkey import test_admission_crashes as crashes
 from tests.valkey import test_blocking as stored
+from tests.valkey import test_slot_runs as runs
 from tests.valkey.mutants import Scenario
 
 ADMISSION = "lib/93_admission.lua"
@@ -104,7 +105,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "grants what needs admission",
         "functions/ff_issue_claim_grant.lua",
-        "if admission.is_needed(rec) and args[12] ~= '1' then",
+        "if admission.is_needed(rec) and tonumber(args[12]) ~= admission.run(rec) + 1 then",
         "if false then",
         test_grant_admission.test_only_admission_grants_limited_work,
     ),
@@ -118,9 +119,9 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "a reclaim keeps the slot",
         ADMISSION,
-        "if rec.quota_policy_id and not stays then owe",
-        "if rec.quota_policy_id then owe",
-        test_admission.test_a_reclaim_needs_no_admission,
+        "if rec.quota_policy_id and not stays then",
+        "if rec.quota_policy_id then",
+        runs.test_a_reclaim_gives_no_slot_back,
     ),
     (
         "what was held is given back once",
@@ -130,24 +131,31 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         crashes.test_what_was_held_is_given_back_once,
     ),
     (
-        "a new run keeps its slot",
-        CLAIMING,
-        "if rec.quota_policy_id and rec.lease then admission.keep_slot(c, id, rec) end",
-        "",
-        crashes.test_a_return_that_was_not_delivered_serves_the_next_run,
+        "replays count as runs",
+        ADMISSION,
+        " + tonumber(rec.replay_count or 0) end",
+        " end",
+        runs.test_a_grant_that_was_cancelled_and_replayed,
     ),
     (
-        "a late return is noticed",
-        "functions/ff_ack_returns.lua",
-        "if admission.runs(c, entry) then",
-        "if false then",
-        crashes.test_a_late_return_does_not_take_the_slot_of_a_new_run,
+        "an admission serves only its run",
+        CLAIMING,
+        "rec.lane_id == want.lane and admission.run(rec) + 1 == run then",
+        "rec.lane_id == want.lane then",
+        runs.test_an_admission_serves_only_its_own_run,
+    ),
+    (
+        "a renewal tells the slot",
+        "functions/ff_renew.lua",
+        "if not rec.quota_policy_id then return expires end",
+        "if true then return expires end",
+        runs.test_a_renewal_confirms_the_slot,
     ),
     (
         "a cancelled grantee frees its slot",
         ENDING,
-        "if rec.grant_expires_at and rec.quota_policy_id then admission.give_back(c, id, rec) end",
-        "",
+        "if rec.grant_expires_at and rec.quota_policy_id then",
+        "if false then",
         test_grant_admission.test_cancelling_what_is_granted_frees_its_slot_at_once,
     ),
     (

@@ -10,12 +10,12 @@ from tests.scanners import test_quota_reconciler as reconciler
 from tests.sdk import test_admission_order as order
 from tests.support.engine import Engine
 from tests.valkey import test_quota_storage as storage
+from tests.valkey import test_slot_runs as runs
 from tests.valkey.mutants import Scenario
 
 QUOTA = "lib/72_quota.lua"
 CREATE = "functions/ff_quota_create.lua"
 UPDATE = "functions/ff_quota_update.lua"
-CONFIRM = "functions/ff_quota_confirm.lua"
 RECONCILE = "functions/ff_quota_reconcile.lua"
 
 
@@ -44,7 +44,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "a full window",
         QUOTA,
-        "if not entry.guard and q.rate > 0 and q.count >= q.rate then",
+        "if not guard and q.rate > 0 and q.count >= q.rate then",
         "if false then",
         frozen(admission.test_the_window_slides),
     ),
@@ -52,56 +52,56 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "a full window counts the executions in it",
         QUOTA,
         "q.count >= q.rate",
-        "q.count - (entry.counted and 1 or 0) >= q.rate",
+        "q.count - (entry.time and 1 or 0) >= q.rate",
         frozen(admission.test_a_retry_waits_for_a_place_as_others_do),
     ),
     (
         "an execution in the window counts once",
         QUOTA,
-        "if not entry.counted then q.count = q.count + 1 end",
+        "if not entry.time then q.count = q.count + 1 end",
         "q.count = q.count + 1",
         counts_a_retry_once_in_a_batch,
     ),
     (
         "the edge of the window",
         QUOTA,
-        "local counted = times[i] and tonumber(times[i]) > q.edge",
-        "local counted = times[i] and true",
+        "local counted = time > q.edge",
+        "local counted = time > 0",
         storage.test_what_expired_does_not_count_although_it_is_still_stored,
     ),
     (
         "a full cap",
         QUOTA,
-        "if q.cap > 0 and q.held - (entry.slot and 1 or 0) >= q.cap then",
+        "if q.cap > 0 and q.held - (slot and 1 or 0) >= q.cap then",
         "if false then",
         frozen(admission.test_a_cap_and_a_release),
     ),
     (
         "its own slot does not fill the cap",
         QUOTA,
-        "q.held - (entry.slot and 1 or 0) >= q.cap",
+        "q.held - (slot and 1 or 0) >= q.cap",
         "q.held >= q.cap",
         frozen(admission.test_only_other_executions_fill_the_cap),
     ),
     (
         "the guard of an admission without a cap",
         QUOTA,
-        "if entry.guard and (entry.slot or q.cap == 0) then",
-        "if entry.guard and entry.slot then",
+        "if guard and (slot or q.cap == 0) then",
+        "if guard and slot then",
         frozen(admission.test_an_execution_counts_once_in_a_window),
     ),
     (
         "a guard without its slot",
         QUOTA,
-        "if entry.guard and (entry.slot or q.cap == 0) then",
-        "if entry.guard then",
+        "if guard and (slot or q.cap == 0) then",
+        "if guard then",
         frozen(admission.test_a_slot_that_ended_is_taken_again_without_a_second_entry),
     ),
     (
         "confirmed slots keep their end",
         QUOTA,
-        "if entry.slot and entry.slot < quota.CLAIMED then",
-        "if entry.slot then",
+        "if slot and not claimed then",
+        "if slot then",
         frozen(admission.test_admitting_again_extends_an_unconfirmed_slot),
     ),
     (
@@ -114,50 +114,113 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "an admission that two calls rely on",
         QUOTA,
-        "if entry.guard ~= SHARED then entry.guard, entry.new_guard = SHARED, SHARED end",
+        "if guard.request ~= SHARED then guard.request, entry.new_guard = SHARED, true end",
         "",
         frozen(admission.test_a_rollback_undoes_only_what_its_call_recorded),
     ),
     (
         "a rollback of its own request",
         QUOTA,
-        "if guards[i] == request then own",
-        "if true then own",
+        "if guard and guard.request == request then",
+        "if guard then",
         frozen(admission.test_a_rollback_undoes_only_what_its_call_recorded),
     ),
     (
         "a rollback frees the place in the window",
         QUOTA,
-        "local freed = server.call('ZREM', q.window, unpack(ids))",
-        "local freed = 0",
+        "  values.call('ZREM', q.window, left)\n",
+        "",
         frozen(admission.test_a_rollback_frees_both),
+    ),
+    (
+        "a rollback leaves a start that happened",
+        QUOTA,
+        "if guard.before and guard.before > q.edge then",
+        "if false then",
+        runs.test_a_rollback_keeps_a_start_that_happened,
+    ),
+    (
+        "a rollback restores no start that left the window",
+        QUOTA,
+        "if guard.before and guard.before > q.edge then",
+        "if guard.before then",
+        runs.test_a_rollback_restores_no_start_that_left_the_window,
     ),
     (
         "a rollback leaves the slot of a run",
         QUOTA,
-        "local free = unclaimed(q, ids)",
-        "local free = ids",
+        "if ends[i] and tonumber(ends[i]) < quota.CLAIMED + guard.run then",
+        "if ends[i] then",
         order.test_a_late_caller_does_not_take_the_slot_of_a_run,
     ),
     (
         "an admission leaves the slot of a run",
         QUOTA,
-        "not (entry.slot and entry.slot >= quota.CLAIMED)",
-        "true",
+        "local claimed = slot and slot >= quota.CLAIMED + run",
+        "local claimed = false",
         order.test_a_late_caller_does_not_take_the_slot_of_a_run,
+    ),
+    (
+        "an admission takes over the slot of the run before",
+        QUOTA,
+        "local claimed = slot and slot >= quota.CLAIMED + run",
+        "local claimed = slot and slot >= quota.CLAIMED",
+        runs.test_a_return_between_admission_and_claim,
+    ),
+    (
+        "the guard of an earlier run",
+        QUOTA,
+        "if guard and guard.run < run then guard = nil end",
+        "",
+        runs.test_the_next_run_counts_whether_or_not_the_last_was_given_back,
     ),
     (
         "a release deletes the guard",
         QUOTA,
-        "  server.call('HDEL', q.guards, unpack(ids))\n  return",
-        "  return",
+        "  values.call('HDEL', q.guards, over)\n",
+        "",
         frozen(admission.test_a_retry_waits_for_a_place_as_others_do),
+    ),
+    (
+        "a release leaves the guard of a later run",
+        QUOTA,
+        "if guard and guard.run <= runs[i] then over",
+        "if guard then over",
+        runs.test_a_late_return_leaves_the_next_admission_to_its_rollback,
+    ),
+    (
+        "a release leaves the slot of a later run",
+        QUOTA,
+        "if slot and run <= runs[i] then free",
+        "if slot then free",
+        runs.test_a_deliverer_that_dies_before_it_removes_the_entry,
+    ),
+    (
+        "a late confirm leaves the admission of a later run",
+        QUOTA,
+        "local over = guards[i] and guards[i].run > runs[i]",
+        "local over = false",
+        runs.test_a_late_confirm_leaves_the_admission_of_the_next_run,
+    ),
+    (
+        "a guard outlasts its window entry while there is a slot",
+        QUOTA,
+        "remove(q, q.window, past, q.slots)",
+        "remove(q, q.window, past, q.window)",
+        runs.test_a_late_confirm_leaves_the_admission_of_the_next_run,
+    ),
+    (
+        "a guard ends with its slot",
+        QUOTA,
+        "remove(q, q.slots, free, q.window)",
+        "values.call('ZREM', q.slots, free)",
+        runs.test_a_guard_without_a_window_entry_ends_with_its_slot,
     ),
     (
         "slots that ended",
         QUOTA,
-        "slot = slot and slot > q.now and slot or nil",
-        "slot = slot",
+        "slot = slot > q.now and slot or nil",
+        "slot = slot > 0 and slot or nil",
         storage.test_a_slot_that_ended_is_no_own_slot_although_it_is_still_stored,
     ),
     (
@@ -204,9 +267,9 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     ),
     (
         "slots of a policy without a cap",
-        CONFIRM,
-        "if q.cap > 0 then",
-        "if true then",
+        QUOTA,
+        "if q.cap == 0 or #ids == 0 then return end",
+        "",
         frozen(admission.test_a_policy_without_a_cap_keeps_no_slots),
     ),
     (

@@ -64,7 +64,7 @@ async def test_between_claim_and_confirmation(engine: Engine) -> None:
     admissions = Admissions(engine.backend)
     decision = await admissions.decide(await needing(engine), slot_ttl_ms=5000)
     assert len(decision.admitted) == 1
-    args = ("default", "w w-1", "", TTL, 1, new_uuid()[:32], new_uuid()[:32], execution_id)
+    args = ("default", "w w-1", "", TTL, 1, new_uuid()[:32], new_uuid()[:32], execution_id, 1)
     await engine.backend.calls.fcall("ff_claim_admitted", execution_id.tag, args, op="test")
     partition = quota_partition(policy, engine.backend.counts)
     await engine.backend.quotas.reconcile_quota_counters(partition)
@@ -90,6 +90,7 @@ async def test_a_return_that_was_not_delivered_serves_the_next_run(engine: Engin
     await engine.backend.executions.delay(claim.handle, 1)
     assert await owed(engine, claim.execution_id.tag) == 1
     assert await claimed(engine) == [claim.execution_id]
+    await engine.backend.admission.deliver_returns(claim.execution_id.tag)
     assert await owed(engine, claim.execution_id.tag) == 0
     assert await slots(engine, policy) == 1
 
@@ -100,11 +101,12 @@ class Interrupted:
     def __init__(self, engine: Engine, meanwhile: Any) -> None:
         self._quotas = engine.backend.quotas
         self._meanwhile = meanwhile
-        self.confirm_many = self._quotas.confirm_many
 
-    async def release_many(self, policy: str, ids: Sequence[ExecutionId]) -> None:
+    async def release_many(
+        self, policy: str, ids: Sequence[ExecutionId], *, runs: Sequence[int]
+    ) -> None:
         await self._meanwhile()
-        await self._quotas.release_many(policy, ids)
+        await self._quotas.release_many(policy, ids, runs=runs)
 
 
 async def test_a_late_return_does_not_take_the_slot_of_a_new_run(engine: Engine) -> None:

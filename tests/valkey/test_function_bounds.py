@@ -12,7 +12,7 @@ import pytest
 import flowfabric
 from flowfabric.core.conditions import AllOf, Single
 from flowfabric.core.contracts.executions import Created, NewExecution
-from flowfabric.core.contracts.leases import Handle
+from flowfabric.core.contracts.leases import Candidate, Handle
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.policy import parse_policy
@@ -189,7 +189,8 @@ async def test_claiming_and_returning_many_admitted(engine: Engine) -> None:
         ids[:] = [each.execution_id for each in outcomes if isinstance(each, Created)]
 
     async def claim() -> None:
-        held = await claims.claim_admitted(engine.want(), ids[0].tag, ids)
+        asked = [Candidate(each) for each in ids]
+        held = await claims.claim_admitted(engine.want(), ids[0].tag, asked)
         items = [Completion(each.handle) for each in held]
         await engine.backend.executions.complete_many(items)
 

@@ -10,7 +10,11 @@ class QuotaReconciler:
 
     async def scan(self, cycle: Cycle) -> None:
         quotas = cycle.backend.quotas
+        # Its territory names the partitions of executions, unless one of quotas was asked for.
+        asked = [tag for tag in cycle.territory if tag.startswith("{q:")]
         for partition in await quotas.quota_partitions():
+            if asked and f"{{q:{partition}}}" not in asked:
+                continue
             if cycle.out_of_time():
                 return
             with cycle.surviving("could not reconcile the quotas", partition=f"{{q:{partition}}}"):

@@ -40,7 +40,11 @@ INTERVALS_S: Mapping[str, float] = {
 }
 """Every scanner with its interval: the longest wait after something is due."""
 
-FAMILIES: Mapping[str, str] = {"budget_reset": "budget", "budget_reconciler": "budget"}
+FAMILIES: Mapping[str, str] = {
+    "budget_reset": "budget",
+    "budget_reconciler": "budget",
+    "quota_reconciler": "quota",
+}
 """The scanners of other partitions than those of executions."""
 
 _DAY_MS = 86_400_000

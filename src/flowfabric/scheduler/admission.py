@@ -85,7 +85,8 @@ class Admissions:
         decision = await self.decide(candidates, slot_ttl_ms=DIRECT_CLAIM_MS)
         ids = [each.execution_id for each in decision.admitted]
         outcome, held_back = await asyncio.gather(
-            self._claimed(request, tag, ids, request_id), self.hold_back(tag, decision.blocks)
+            self._claimed(request, tag, decision.admitted, request_id),
+            self.hold_back(tag, decision.blocks),
         )
         if isinstance(outcome, EngineError):
             unanswered = isinstance(outcome, TransportError) and outcome.ambiguous
@@ -97,11 +98,11 @@ class Admissions:
         return AdmittedClaims(outcome, held_back, next(iter(decision.faults), None))
 
     async def _claimed(
-        self, request: ClaimRequest, tag: str, ids: Sequence[ExecutionId], request_id: str
+        self, request: ClaimRequest, tag: str, admitted: Sequence[Candidate], request_id: str
     ) -> list[Claim] | EngineError:
         claim = self._backend.claims.claim_admitted
         try:
-            return await claim(request, tag, ids, request_id=request_id) if ids else []
+            return await claim(request, tag, admitted, request_id=request_id) if admitted else []
         except EngineError as error:
             return error
 
@@ -167,8 +168,10 @@ class Admissions:
     async def _within_quota(
         self, policy: str, asking: Sequence[Candidate], decision: Decision, slot_ttl_ms: int
     ) -> None:
-        ids = [each.execution_id for each in asking]
-        answers = await self._backend.quotas.admit_many(policy, ids, slot_ttl_ms=slot_ttl_ms)
+        ids, runs = [each.execution_id for each in asking], [each.run for each in asking]
+        answers = await self._backend.quotas.admit_many(
+            policy, ids, runs=runs, slot_ttl_ms=slot_ttl_ms
+        )
         about: tuple[str, str] | None = None
         for each, answer in zip(asking, answers, strict=True):
             match answer:

@@ -53,7 +53,8 @@ class WorkerClaims(ClaimPermits[T]):
             lanes = LaneRotation(self.requests, self.backend.counts, instance)
             shared = SharedHints(lanes, Admissions(self.backend))
         self.lanes, self.admissions = shared
-        self._unanswered: dict[tuple[str, str], tuple[str, float]] = {}
+        self._unanswered: dict[WorkPlace, list[tuple[str, float]]] = {}
+        """Requests that may have claimed something, and since when, by lane and partition."""
         self._sticky = 0
         self.claim_from = (
             self.claim_at if self.meter is None else measured(self.claim_at, self.meter)
@@ -153,9 +154,10 @@ class WorkerClaims(ClaimPermits[T]):
         if claimed.draining:
             self.drain()
         self.log_unknown(claimed.unknown_tasks)
+        again = again or claimed.worth_repeating or (lane_id, tag) in self._unanswered
         # Work remains but none was claimable by this worker: wait for a ring or the next sweep.
         # A repeat only returned what it returned before.
-        return tasks, again or claimed.worth_repeating or (repeats and claimed.remaining > 0)
+        return tasks, again or (repeats and claimed.remaining > 0)
 
     def _note_limited(self, place: WorkPlace, claimed: ClaimedMany) -> bool:
         """Whether candidates of a place need admission."""
@@ -170,7 +172,11 @@ class WorkerClaims(ClaimPermits[T]):
     ) -> bool:
         """Add the admitted ones of those that need it to the claims; whether to look again."""
         request_id = new_uuid()
-        admitted = await self.admissions.claim(request, tag, claimed.needing, request_id)
+        try:
+            admitted = await self.admissions.claim(request, tag, claimed.needing, request_id)
+        except asyncio.CancelledError:
+            self._note_unanswered(request.lane_id, tag, request_id, since)
+            raise
         if admitted.unanswered:
             self._note_unanswered(request.lane_id, tag, request_id, since)
         claimed.claims.extend(admitted.claims)
@@ -183,13 +189,17 @@ class WorkerClaims(ClaimPermits[T]):
         A claim whose reply was lost is repeated, or its leases would lie idle.
         """
         now = time.monotonic()
-        lost = self._unanswered.pop((lane_id, tag), None)
-        if lost is not None and now - lost[1] < self.requests[lane_id].lease_ttl_ms / 1000:
-            return *lost, True
-        return new_uuid(), now, False
+        lost = self._unanswered.pop((lane_id, tag), [])
+        oldest = now - self.requests[lane_id].lease_ttl_ms / 1000
+        live = [each for each in lost if each[1] > oldest]
+        if not live:
+            return new_uuid(), now, False
+        if len(live) > 1:
+            self._unanswered[lane_id, tag] = live[1:]
+        return *live[0], True
 
     def _note_unanswered(self, lane_id: str, tag: str, request_id: str, since: float) -> None:
-        self._unanswered[lane_id, tag] = request_id, since
+        self._unanswered.setdefault((lane_id, tag), []).append((request_id, since))
         self.lanes[lane_id].add(tag)
 
     def found_at(self, lane_id: str, tag: str) -> None:

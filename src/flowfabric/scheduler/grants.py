@@ -183,7 +183,7 @@ class WorkerGrants:
             await self._admissions.hold_back(execution_id.tag, decision.blocks)
             return decision
         try:
-            return await grant(execution_id, admitted=True)
+            return await grant(execution_id, admitted=candidate.run)
         except EngineError:
             await self._admissions.undo(decision, [execution_id])
             raise

@@ -60,8 +60,6 @@ class HeldAttempt:
         self.held = self._owner.keeper.hold(
             claim.handle, self, self.since, claim.attempt_timeout_ms
         )
-        if claim.unconfirmed:
-            self.held.unconfirmed = claim.quota_policy_id
 
     def __del__(self) -> None:
         if self.finished_by is None:

@@ -63,8 +63,6 @@ class HeldLease:
     leaving: bool = False
     budgets: frozenset[str] = frozenset()
     """The budgets of which the execution holds a part, as long as the lease lasts."""
-    unconfirmed: str | None = None
-    """The quota policy whose slot is still to be confirmed."""
 
     @property
     def alive(self) -> bool:
@@ -245,11 +243,8 @@ class LeaseKeeper(LoopThread):
             answers = [TransportError("other", str(error))] * len(batch)
         if any(held.budgets for held in batch):
             self._begin(self._extend_holds(backend, batch, answers))
-        unconfirmed: dict[str, list[HeldLease]] = {}
         for held, answer in zip(batch, answers, strict=True):
             held.renewing = False
-            if held.unconfirmed is not None and isinstance(answer, Renewed):
-                unconfirmed.setdefault(held.unconfirmed, []).append(held)
             if held.handle.lease not in self._held:
                 continue
             if isinstance(answer, Renewed):
@@ -262,19 +257,6 @@ class LeaseKeeper(LoopThread):
                 self.renewed += 1
             else:
                 self._failed(held, answer)
-        for policy, leases in unconfirmed.items():
-            await self._confirm(backend, policy, leases)
-
-    async def _confirm(self, backend: Backend, policy: str, leases: list[HeldLease]) -> None:
-        """Confirm slots of running executions; the next renewal repeats what failed."""
-        ids = [held.handle.execution_id for held in leases]
-        try:
-            await backend.quotas.confirm_many(policy, ids)
-        except EngineError as error:
-            log.debug("cannot confirm the slots of quota %s: %s", policy, error)
-            return
-        for held in leases:
-            held.unconfirmed = None
 
     async def _extend_holds(
         self, backend: Backend, batch: list[HeldLease], answers: list[Renewed | EngineError]

@@ -184,8 +184,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     inputs: FlowInputs = NO_INPUTS
     """The results of upstreams in the flow, by input name."""
     quota_policy_id: str | None = None
-    unconfirmed: bool = False
-    """Whether its slot is still to be confirmed: renewals repeat it."""
+    run: int = 0
+    """The number of the run, if it has a quota policy: its slot belongs to this run."""
 
     @property
     def execution_id(self) -> ExecutionId:
@@ -206,6 +206,8 @@ class Candidate(msgspec.Struct, frozen=True):
     quota_policy_id: str | None = None
     score: int = 0
     """Its place in the lane: the lowest is next."""
+    run: int = 1
+    """The number of the run that it waits for; every lease and every replay raises it."""
 
 
 class ClaimedMany(msgspec.Struct, frozen=True):

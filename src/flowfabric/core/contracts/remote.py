@@ -74,7 +74,6 @@ class RemoteClaim(msgspec.Struct, frozen=True, kw_only=True):
     fired_by: ExecutionId | None
     """The upstream that decided an any_of or quorum."""
     quota_policy_id: str | None
-    unconfirmed: bool
 
     @classmethod
     def of(cls, claim: Claim, signals: Sequence[ResumeSignal] = ()) -> Self:
@@ -102,7 +101,6 @@ class RemoteClaim(msgspec.Struct, frozen=True, kw_only=True):
             inputs=_NO_INPUTS if given is NO_INPUTS else _sent(given),
             fired_by=given.fired_by,
             quota_policy_id=claim.quota_policy_id,
-            unconfirmed=claim.unconfirmed,
         )
 
     @property
@@ -132,7 +130,6 @@ class RemoteClaim(msgspec.Struct, frozen=True, kw_only=True):
             flow_id=self.flow_id,
             inputs=inputs,
             quota_policy_id=self.quota_policy_id,
-            unconfirmed=self.unconfirmed,
         )
 
 

@@ -55,7 +55,7 @@ class GrantOptions(TypedDict, total=False):
     worker_tasks: Iterable[str]
     grant_ttl_ms: int
     lane_id: str
-    admitted: bool
+    admitted: int
     capability_hash: str
     route_snapshot_json: str
     admission_summary: str
@@ -93,14 +93,14 @@ class Claims(Concern, Protocol):
         self,
         request: ClaimRequest,
         tag: str,
-        ids: Sequence[ExecutionId],
+        candidates: Sequence[leases.Candidate],
         *,
         request_id: str | None = None,
     ) -> list[Claim]:
         """Claim those of `ClaimedMany.needing` that budgets and quotas admitted.
 
-        Executions that cannot be claimed any more are left out. Repeating a request id returns the
-        first answer.
+        Executions that can no longer be claimed, or only for a later run, are left out. Repeating a
+        request id returns the first answer.
         """
         ...
 
@@ -125,8 +125,8 @@ class Claims(Concern, Protocol):
     ) -> ClaimGrant:
         """Reserve one eligible execution for one worker; it stays in its index until claimed.
 
-        `admitted`: its budgets and its quota admitted it. Without that, an execution that names
-        some is refused: `claim_for_worker` asks them first.
+        `admitted`: the run that its budgets and its quota admitted (`Candidate.run`). Without that,
+        an execution that names some is refused: `claim_for_worker` asks them first.
         """
         ...
 

@@ -26,6 +26,9 @@ class Quotas(Concern, Protocol):
 
     An admission takes a place in the policy's window and, if the policy has a cap, a slot. The
     slot ends by itself unless the claim confirms it, and is released when the run ends.
+
+    Both belong to one run of the execution (`Candidate.run`, `Claim.run`). A call for an earlier
+    run changes nothing, so it may arrive late.
     """
 
     on_quota_opened: Callable[[str, int], Awaitable[None]] | None = None
@@ -73,17 +76,25 @@ class Quotas(Concern, Protocol):
         quota_policy_id: str,
         execution_id: ExecutionId,
         *,
+        run: int = 0,
         slot_ttl_ms: int = DIRECT_CLAIM_MS,
     ) -> Admission:
-        """Admit an execution and record it, or answer when to try again."""
+        """Admit a run of an execution and record it, or answer when to try again."""
         ...
 
-    async def confirm_admission(self, quota_policy_id: str, execution_id: ExecutionId) -> None:
-        """Keep the slot of a claimed execution until it is released. Take it again if it ended."""
+    async def confirm_admission(
+        self, quota_policy_id: str, execution_id: ExecutionId, *, run: int = 0
+    ) -> None:
+        """Keep the slot of a claimed run until it is released. Take it again if it ended."""
         ...
 
-    async def release_admission(self, quota_policy_id: str, execution_id: ExecutionId) -> None:
-        """Free the slot of an execution; nothing if it has none. Its place in the window stays."""
+    async def release_admission(
+        self, quota_policy_id: str, execution_id: ExecutionId, *, run: int | None = None
+    ) -> None:
+        """Free the slot of an execution; nothing if it has none. Its place in the window stays.
+
+        `run`: its latest run that is over; by default, every run is.
+        """
         ...
 
     async def admit_many(
@@ -91,27 +102,39 @@ class Quotas(Concern, Protocol):
         quota_policy_id: str,
         execution_ids: Sequence[ExecutionId],
         *,
+        runs: Sequence[int] = (),
         slot_ttl_ms: int = DIRECT_CLAIM_MS,
     ) -> list[Admission | Unlimited | EngineError]:
         """`check_admission` for several, in order. A missing policy admits, with a warning.
 
-        Never raises an engine error: each execution gets the error in its place.
+        `runs`: one per execution. Never raises an engine error: each execution gets the error in
+        its place.
         """
         ...
 
     async def confirm_many(
-        self, quota_policy_id: str, execution_ids: Sequence[ExecutionId]
+        self,
+        quota_policy_id: str,
+        execution_ids: Sequence[ExecutionId],
+        *,
+        runs: Sequence[int] = (),
     ) -> None:
         """`confirm_admission` for several; nothing if there is no such policy."""
         ...
 
     async def release_many(
-        self, quota_policy_id: str, execution_ids: Sequence[ExecutionId], *, rollback: str = ""
+        self,
+        quota_policy_id: str,
+        execution_ids: Sequence[ExecutionId],
+        *,
+        runs: Sequence[int] = (),
+        rollback: str = "",
     ) -> None:
         """`release_admission` for several; nothing if there is no such policy.
 
         `rollback`: the `request_id` of `Admitted` answers whose executions did not start. Their
-        places in the window are freed too. An admission that another call took over stays.
+        places in the window are freed too, unless they had them before. An admission that another
+        call took over stays.
         """
         ...
 

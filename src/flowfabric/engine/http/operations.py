@@ -182,7 +182,6 @@ update_quota_policy operate
 get_quota_status read open
 list_quota_policies read open
 read_quota_policy_limits read open
-confirm_many remote
 blocked read rows
 # upkeep
 flow_backlog read open

@@ -1,7 +1,7 @@
 """Holding executions back before a claim, letting them go, and what their runs give back."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, as_stored, at_once, decoding, refused
 from flowfabric.engine.valkey.drains import CascadeDrains
 from flowfabric.engine.valkey.executions import PUBLIC
+from flowfabric.engine.valkey.leases import Slot
 from flowfabric.engine.valkey.pages import chunks
 from flowfabric.engine.valkey.record import Record
 from flowfabric.engine.valkey.returns import Returns
@@ -57,6 +58,8 @@ class ValkeyAdmission(AdmissionControl):
         self._budgets = budgets
         self._quotas = quotas
         self._returns = Returns(calls, budgets, quotas)
+        self._renewed: dict[str, dict[ExecutionId, int]] = {}
+        """By quota policy: the renewed runs whose slots are about to be confirmed."""
         calls.on_returns = self._deliver_soon
         budgets.on_budget_opened = self._budget_opened
         quotas.on_quota_opened = self._quota_opened
@@ -266,17 +269,30 @@ class ValkeyAdmission(AdmissionControl):
             released += sum(outcome is None for outcome in outcomes)
         return released
 
-    async def confirm(self, quota_policy_id: str, ids: Sequence[ExecutionId]) -> bool:
-        """Keep the slots of claimed executions; whether it is known to be done."""
-        try:
-            await self._quotas.confirm_many(quota_policy_id, ids)
-        except EngineError as error:
-            log.warning(
-                *("slots of quota policy %s not confirmed yet: %s", quota_policy_id, error),
-                extra={"action": "confirm_failed", "quota_id": quota_policy_id},
+    async def confirm(self, claimed: Mapping[str, Sequence[Slot]]) -> None:
+        """Keep the slots of claimed runs, by quota policy. The next renewal repeats it."""
+        for policy, slots in claimed.items():
+            ids, runs = zip(*slots, strict=True)
+            try:
+                await self._quotas.confirm_many(policy, ids, runs=runs)
+            except EngineError as error:
+                log.warning(
+                    *("slots of quota policy %s not confirmed yet: %s", policy, error),
+                    extra={"action": "confirm_failed", "quota_id": policy},
+                )
+
+    def confirm_soon(self, renewed: Mapping[str, Sequence[Slot]]) -> None:
+        """Repeat it for leases that were renewed; they do not wait for it."""
+        for policy, slots in renewed.items():
+            self._renewed.setdefault(policy, {}).update(slots)
+            self._drains.start(
+                f"slots {policy}", lambda policy=policy: self._confirm_renewed(policy)
             )
-            return False
-        return True
+
+    async def _confirm_renewed(self, policy: str) -> bool:
+        if slots := self._renewed.pop(policy, None):
+            await self.confirm({policy: list(slots.items())})
+        return False
 
     async def deliver_returns(self, tag: str) -> int:
         return await self._returns.deliver(self._calls.checked_tag(tag))
@@ -301,7 +317,8 @@ class _LaneWeights:
         place, priority = record.number("created_at"), record.number("priority", 0)
         if priority:
             place -= priority * await self._weight(record.execution_id.tag, record.lane_id)
-        return Candidate(*(record.execution_id, record.budget_ids, record.quota_policy_id, place))
+        named = record.budget_ids, record.quota_policy_id
+        return Candidate(record.execution_id, *named, place, record.run + 1)
 
     async def _weight(self, tag: str, lane_id: str) -> int:
         key, name = keys.lane(tag, lane_id, "config"), "priority_weight_ms"

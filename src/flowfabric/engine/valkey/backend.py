@@ -71,8 +71,8 @@ class ValkeyBackend(ClosedOnce, Backend):
         places = self.places = ValkeyPlaces(calls)
         drains = self.drains = CascadeDrains(calls)
         executions = self.executions = ValkeyExecutions(calls, places, drains)
-        self.leases = ValkeyLeases(calls, places)
-        workers = self.workers = ValkeyWorkers(calls, places, self.leases)
+        leases = self.leases = ValkeyLeases(calls, places)
+        workers = self.workers = ValkeyWorkers(calls, places, leases)
         self.reads = ValkeyReads(calls, workers)
         feeds = ValkeyFeeds(calls, places)
         self.events = self._events = FeedEvents(feeds, counts, self.reads.read_execution_state)
@@ -80,6 +80,7 @@ class ValkeyBackend(ClosedOnce, Backend):
         self.budgets = ValkeyBudgets(calls, self.reads)
         self.quotas = self._quotas = ValkeyQuotas(calls)
         self.admission = ValkeyAdmission(calls, drains, self.budgets, self.quotas)
+        leases.on_slots_renewed = self.admission.confirm_soon
         self.claims = ValkeyClaims(calls, executions, self.admission)
         self.wakeups = ValkeyWakeups(calls, places)
         self.lanes = ValkeyLanes(calls, places, self.listings)

@@ -37,11 +37,12 @@ from flowfabric.engine.valkey.admission import ValkeyAdmission
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, text, unreadable
 from flowfabric.engine.valkey.executions import ValkeyExecutions
 from flowfabric.engine.valkey.flow_inputs import UNREAD, inputs_of, read_inputs
+from flowfabric.engine.valkey.leases import Slot
 from flowfabric.engine.valkey.pages import Damage
 
 _NO_TAGS: dict[str, str] = {}
 _MODES: dict[bytes, leases.HandleKind] = {b"f": "fresh", b"r": "resumed", b"c": "reclaimed"}
-_NO_OPTIONAL_PARTS: tuple[Any, ...] = (None,) * 9
+_NO_OPTIONAL_PARTS: tuple[Any, ...] = (None,) * 10
 log = logging.getLogger(__name__)
 _LOST_GRANT = frozenset({"invalid_claim_grant", "claim_grant_expired"})
 
@@ -94,12 +95,16 @@ class ValkeyClaims(Claims):
         self,
         request: ClaimRequest,
         tag: str,
-        ids: Sequence[ExecutionId],
+        candidates: Sequence[Candidate],
         *,
         request_id: str | None = None,
     ) -> list[Claim]:
-        known = [self._calls.checked(each, "ids") for each in check.listed(ids, "ids")][:BATCH]
-        args = _claim_args(request, len(known), request_id)
+        some = check.listed(candidates, "candidates")[:BATCH]
+        known: list[Any] = []
+        for each in some:
+            check.instance(each, Candidate, "candidates")
+            known += (self._calls.checked(each.execution_id, "candidates"), each.run)
+        args = _claim_args(request, len(some), request_id)
         tag = self._calls.checked_tag(tag)
         if not args:
             return []
@@ -111,18 +116,14 @@ class ValkeyClaims(Claims):
 
     async def _completed(self, claimed: ClaimedMany) -> ClaimedMany:
         """The claims with inputs that were too much for the reply, and with confirmed slots."""
-        claims, slots = claimed.claims, dict[str, list[int]]()
+        claims, slots = claimed.claims, dict[str, list[Slot]]()
         for position, claim in enumerate(claims):
             if claim.inputs is UNREAD:
                 inputs = await read_inputs(self._calls, claim.execution_id)
                 claims[position] = msgspec.structs.replace(claim, inputs=inputs)
             if claim.quota_policy_id is not None:
-                slots.setdefault(claim.quota_policy_id, []).append(position)
-        for policy, positions in slots.items():
-            ids = [claims[position].execution_id for position in positions]
-            if not await self._admission.confirm(policy, ids):
-                for position in positions:
-                    claims[position] = msgspec.structs.replace(claims[position], unconfirmed=True)
+                slots.setdefault(claim.quota_policy_id, []).append((claim.execution_id, claim.run))
+        await self._admission.confirm(slots)
         return claimed
 
     async def _completed_one(self, claim: Claim) -> Claim:
@@ -210,7 +211,7 @@ class ValkeyClaims(Claims):
         worker_tasks: Iterable[str] = (),
         grant_ttl_ms: int = 5000,
         lane_id: str = "",
-        admitted: bool = False,
+        admitted: int = 0,
         capability_hash: str = "",
         route_snapshot_json: str = "",
         admission_summary: str = "",
@@ -229,7 +230,7 @@ class ValkeyClaims(Claims):
             check.text(admission_summary, "admission_summary"),
             problem,
             tasks,
-            "1" if check.flag(admitted, "admitted") else "",
+            check.whole(admitted, "admitted", 0) or "",
         )
         return await self._calls.ask(
             *(f"ff_{op}", execution_id.tag, args),
@@ -385,7 +386,8 @@ def claim_of(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
     if len(optional_parts) != len(_NO_OPTIONAL_PARTS):
         # Another library version may send more or fewer.
         optional_parts = (*optional_parts, *_NO_OPTIONAL_PARTS)[: len(_NO_OPTIONAL_PARTS)]
-    attempt_type, tags, namespace, timeout, deadline, cause, flow_id, inputs, quota = optional_parts
+    attempt_type, tags, namespace, timeout, deadline, cause, flow_id, inputs, *more = optional_parts
+    quota, run = more
     return Claim(
         handle=Handle(
             execution_id=ExecutionId.trusted(row[0].decode()),
@@ -409,6 +411,7 @@ def claim_of(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
         flow_id=None if flow_id is None else flow_id.decode(),
         inputs=NO_INPUTS if inputs is None else inputs_of(inputs),
         quota_policy_id=None if quota is None else quota.decode(),
+        run=run or 0,
     )
 
 
@@ -454,12 +457,13 @@ def _claimed(request: ClaimRequest, reply: Sequence[Any]) -> ClaimedMany:
 
 
 def _candidate(row: Sequence[Any]) -> Candidate:
-    execution_id, budgets, quota, score = row
+    execution_id, budgets, quota, score, run = row
     return Candidate(
         ExecutionId.trusted(text(execution_id)),
         () if budgets is None else tuple(text(budgets).split(",")),
         None if quota is None else text(quota),
         int(score),
+        int(run),
     )
 
 

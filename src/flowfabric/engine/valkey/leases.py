@@ -2,7 +2,7 @@
 
 import asyncio
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flowfabric.core.contracts import leases
@@ -20,6 +20,8 @@ from flowfabric.engine.valkey.record import Record
 
 Due = tuple[int, ExecutionId]
 """When a lease expires, and its execution: the order of the listing."""
+Slot = tuple[ExecutionId, int]
+"""The execution and the run that a slot of a quota policy belongs to."""
 _MAX_PAGE = 10_000
 _RENEW_BATCH = 256
 
@@ -30,6 +32,8 @@ class ValkeyLeases(Leases):
     def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
         self._calls = calls
         self._places = places
+        self.on_slots_renewed: Callable[[Mapping[str, Sequence[Slot]]], None] | None = None
+        """Gets the slots of renewed leases, by quota policy."""
 
     async def renew_lease(
         self, execution_id: ExecutionId, fence: Handle | leases.Fence, lease_ttl_ms: int
@@ -42,7 +46,8 @@ class ValkeyLeases(Leases):
         reply = await self._calls.fcall("ff_renew", execution_id.tag, args, op="renew")
         with decoding(reply, "ff_renew", "renew", execution_id):
             (answer,) = reply[2]
-        outcome = _renewal(answer, execution_id, fence)
+            outcome = _renewal(answer, execution_id, fence)
+            self._keep_slots([(execution_id, answer)])
         if isinstance(outcome, EngineError):
             raise outcome
         return outcome
@@ -70,7 +75,18 @@ class ValkeyLeases(Leases):
                     for position, answer in zip(part, reply[2], strict=True):
                         handle = handles[position]
                         outcomes[position] = _renewal(answer, handle.execution_id, handle)
+                    answered = (handles[position].execution_id for position in part)
+                    self._keep_slots(zip(answered, reply[2], strict=True))
         return outcomes  # pyright: ignore[reportReturnType]
+
+    def _keep_slots(self, answers: Iterable[tuple[ExecutionId, Any]]) -> None:
+        """Confirm the slots of renewed runs: their claims may have failed to."""
+        slots: dict[str, list[Slot]] = {}
+        for execution_id, answer in answers:
+            if type(answer) is not int and answer[0]:
+                slots.setdefault(text(answer[1]), []).append((execution_id, int(answer[2])))
+        if slots and self.on_slots_renewed is not None:
+            self.on_slots_renewed(slots)
 
     async def revoke_lease(
         self,
@@ -189,8 +205,9 @@ class ValkeyLeases(Leases):
 def _renewal(
     answer: Any, execution_id: ExecutionId, holder: Handle | leases.Fence
 ) -> leases.Renewed | EngineError:
-    if type(answer) is int:
-        return leases.Renewed(answer, holder.lease_epoch or 0)
+    expires_at = answer if type(answer) is int else answer[0]
+    if expires_at:
+        return leases.Renewed(int(expires_at), holder.lease_epoch or 0)
     return refused(answer, "ff_renew", "renew", execution_id)
 
 

@@ -1,16 +1,16 @@
 """Comparing the slots of a quota policy with the executions that hold them."""
 
 import logging
-from typing import Any, Literal
+from typing import Any
 
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId, stored_id
-from flowfabric.core.state import LifecyclePhase, StateVector
-from flowfabric.core.stored import stored_text
+from flowfabric.core.state import LifecyclePhase
 from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, at_once, text
 from flowfabric.engine.valkey.pages import chunks
+from flowfabric.engine.valkey.record import Record
 from flowfabric.valkey.transport import Arg
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ _PAGE = 1000
 _READS = 64
 _BATCH = 200
 
-Verdict = Literal["claimed", "free", ""]
+_FREE = ""
 
 
 class SlotAudit:
@@ -45,7 +45,7 @@ class SlotAudit:
         wrong: list[tuple[Arg, ...]] = [
             (raw(member), repr(score), verdict)
             for (member, score), verdict in zip(slots, verdicts, strict=True)
-            if verdict
+            if verdict is not None
         ]
         # Without a wrong slot, one call drops what expired.
         return sum([await self._correct(part) for part in list(chunks(wrong, _BATCH)) or [()]])
@@ -60,29 +60,28 @@ class SlotAudit:
             if len(rows) < _PAGE:
                 return found
 
-    async def _verdict(self, slot: tuple[str, float]) -> Verdict:
+    async def _verdict(self, slot: tuple[str, float]) -> int | str | None:
+        """The run to confirm the slot for, `_FREE`, or None if it is right."""
         member, score = slot
         try:
-            active = await self._is_active(stored_id(member, f"quota {self.shown_id}"))
+            run = await self._active_run(stored_id(member, f"quota {self.shown_id}"))
         except EngineError as error:
             self.errors += 1
             log.warning(
                 *("slot of %s under quota %s left alone: %s", shown(member), self.shown_id, error),
                 extra={"action": "slot_unreadable", "quota_id": self.shown_id},
             )
-            return ""
-        if active:
-            return "" if score >= _CLAIMED else "claimed"
+            return None
+        if run is not None:
+            return None if score >= _CLAIMED + run else run
         # One without a claim ends by itself.
-        return "free" if score >= _CLAIMED else ""
+        return _FREE if score >= _CLAIMED else None
 
-    async def _is_active(self, execution_id: ExecutionId) -> bool:
-        key = keys.core(execution_id.tag, execution_id)
-        code = await self._calls.read(f"{execution_id}: record", "HGET", key, "state")
-        if code is None:
-            return False
-        vector = StateVector.from_code(stored_text(code, execution_id, "state"), execution_id)
-        return vector.lifecycle_phase is LifecyclePhase.ACTIVE
+    async def _active_run(self, execution_id: ExecutionId) -> int | None:
+        record = await Record.read(self._calls, execution_id)
+        if record is None or record.state_vector.lifecycle_phase is not LifecyclePhase.ACTIVE:
+            return None
+        return record.run
 
     async def _correct(self, wrong: Any) -> int:
         args = (raw(self.quota_policy_id), *(part for slot in wrong for part in slot))

@@ -65,6 +65,8 @@ _STATUS = (
     *(*_FIELDS, "created_at", "window_count", "slots_held", "oldest_entry_at"),
     *("retry_after_ms", "name"),
 )
+_Run = tuple[ExecutionId, int | str]
+"""An execution and the number of one of its runs; empty for all of them."""
 
 
 class ValkeyQuotas(Quotas):
@@ -210,11 +212,12 @@ class ValkeyQuotas(Quotas):
         quota_policy_id: str,
         execution_id: ExecutionId,
         *,
+        run: int = 0,
         slot_ttl_ms: int = DIRECT_CLAIM_MS,
     ) -> Admission:
         tag, known = self._tag(quota_policy_id), self._calls.checked(execution_id)
         ttl = check.positive_ms(slot_ttl_ms, "slot_ttl_ms")
-        (answer,) = await self._admit(tag, quota_policy_id, [known], ttl)
+        (answer,) = await self._admit(tag, quota_policy_id, _of_runs([known], [run]), ttl)
         return Admitted() if isinstance(answer, Unlimited) else answer
 
     async def admit_many(
@@ -222,6 +225,7 @@ class ValkeyQuotas(Quotas):
         quota_policy_id: str,
         execution_ids: Sequence[ExecutionId],
         *,
+        runs: Sequence[int] = (),
         slot_ttl_ms: int = DIRECT_CLAIM_MS,
     ) -> list[Admission | Unlimited | EngineError]:
         ttl = check.positive_ms(slot_ttl_ms, "slot_ttl_ms")
@@ -231,7 +235,7 @@ class ValkeyQuotas(Quotas):
             return [error for _ in execution_ids]
         tag = self._tag(quota_policy_id)
         answers: list[Admission | Unlimited | EngineError] = []
-        for part in chunks(execution_ids, _BATCH):
+        for part in chunks(_of_runs(execution_ids, runs or [0] * len(execution_ids)), _BATCH):
             try:
                 answers += await self._admit(tag, quota_policy_id, part, ttl)
             except NotFoundError:
@@ -253,62 +257,69 @@ class ValkeyQuotas(Quotas):
         )
 
     async def _admit(
-        self, tag: str, quota_policy_id: str, ids: Sequence[ExecutionId], ttl: int
+        self, tag: str, quota_policy_id: str, asked: Sequence[_Run], ttl: int
     ) -> list[Admission | Unlimited]:
         request = _request_id()
 
         def decode(reply: list[Any]) -> list[Admission | Unlimited]:
             if reply[2] == b"unlimited":
-                return [Unlimited() for _ in ids]
+                return [Unlimited() for _ in asked]
             admitted = Admitted(request)
             jitter = int(reply[3])
             return [_admission(text(word), admitted, jitter) for word in reply[2]]
 
-        args = (quota_policy_id, request, ttl, *ids)
+        args = (quota_policy_id, request, ttl, *(part for run in asked for part in run))
         return await self._calls.ask("ff_quota_admit", tag, args, decode, op="check_admission")
 
-    async def confirm_admission(self, quota_policy_id: str, execution_id: ExecutionId) -> None:
-        await self._send(
-            *("ff_quota_confirm", quota_policy_id, (), [self._calls.checked(execution_id)]),
-            op="confirm_admission",
-        )
+    async def confirm_admission(
+        self, quota_policy_id: str, execution_id: ExecutionId, *, run: int = 0
+    ) -> None:
+        await self._confirm(quota_policy_id, _of_runs([self._calls.checked(execution_id)], [run]))
 
-    async def release_admission(self, quota_policy_id: str, execution_id: ExecutionId) -> None:
-        await self._release(quota_policy_id, "", [self._calls.checked(execution_id)])
+    async def release_admission(
+        self, quota_policy_id: str, execution_id: ExecutionId, *, run: int | None = None
+    ) -> None:
+        known = [self._calls.checked(execution_id)]
+        over = _all_of(known) if run is None else _of_runs(known, [run])
+        await self._release(quota_policy_id, "", over)
 
     async def confirm_many(
-        self, quota_policy_id: str, execution_ids: Sequence[ExecutionId]
+        self,
+        quota_policy_id: str,
+        execution_ids: Sequence[ExecutionId],
+        *,
+        runs: Sequence[int] = (),
     ) -> None:
-        for part in chunks(execution_ids, _BATCH):
-            await _unless_missing(
-                self._send("ff_quota_confirm", quota_policy_id, (), part, op="confirm_admission")
-            )
+        for part in chunks(_of_runs(execution_ids, runs or [0] * len(execution_ids)), _BATCH):
+            await _unless_missing(self._confirm(quota_policy_id, part))
 
     async def release_many(
-        self, quota_policy_id: str, execution_ids: Sequence[ExecutionId], *, rollback: str = ""
+        self,
+        quota_policy_id: str,
+        execution_ids: Sequence[ExecutionId],
+        *,
+        runs: Sequence[int] = (),
+        rollback: str = "",
     ) -> None:
         check.text(rollback, "rollback")
-        for part in chunks(execution_ids, _BATCH):
+        over = _of_runs(execution_ids, runs) if runs else _all_of(execution_ids)
+        for part in chunks(over, _BATCH):
             await _unless_missing(self._release(quota_policy_id, rollback, part))
 
-    async def _release(
-        self, quota_policy_id: str, request: str, ids: Sequence[ExecutionId]
-    ) -> None:
-        args, op = (request,), "release_admission"
-        reply = await self._send("ff_quota_release", quota_policy_id, args, ids, op=op)
+    async def _confirm(self, quota_policy_id: str, claimed: Sequence[_Run]) -> None:
+        args = [part for run in claimed for part in run]
+        await self._send("ff_quota_confirm", quota_policy_id, args, op="confirm_admission")
+
+    async def _release(self, quota_policy_id: str, request: str, over: Sequence[_Run]) -> None:
+        args, op = (request, *(part for run in over for part in run)), "release_admission"
+        reply = await self._send("ff_quota_release", quota_policy_id, args, op=op)
         await self._open(quota_policy_id, int(reply[3]), int(reply[4]))
 
     async def _send(
-        self,
-        function: str,
-        quota_policy_id: str,
-        args: Sequence[Arg],
-        ids: Sequence[ExecutionId],
-        *,
-        op: str,
+        self, function: str, quota_policy_id: str, args: Sequence[Arg], *, op: str
     ) -> list[Any]:
         tag = self._tag(quota_policy_id)
-        return await self._calls.fcall(function, tag, (quota_policy_id, *args, *ids), op=op)
+        return await self._calls.fcall(function, tag, (quota_policy_id, *args), op=op)
 
     async def _open(self, quota_policy_id: str, headroom: int, wait_ms: int = 0) -> None:
         """Let executions go on that wait for the policy, now or when its window has a place.
@@ -361,7 +372,7 @@ class ValkeyQuotas(Quotas):
         for part in chunks(list(zip(execution_ids, by_time, strict=True)), _BATCH):
             args = [arg for pair in part for arg in pair]
             await _unless_missing(
-                self._send("ff_quota_block", quota_policy_id, args, (), op="note_blocked")
+                self._send("ff_quota_block", quota_policy_id, args, op="note_blocked")
             )
 
     async def forget_blocked(
@@ -478,6 +489,14 @@ def _admission(word: str, admitted: Admitted, jitter_ms: int) -> Admission:
             return ConcurrencyExceeded(int(number) if number else None)
         case _:
             raise ValueError(word)
+
+
+def _of_runs(ids: Sequence[ExecutionId], runs: Sequence[int]) -> list[_Run]:
+    return [(each, check.whole(run, "run", 0)) for each, run in zip(ids, runs, strict=True)]
+
+
+def _all_of(ids: Sequence[ExecutionId]) -> list[_Run]:
+    return [(each, "") for each in ids]
 
 
 async def _unless_missing(call: Awaitable[object]) -> None:

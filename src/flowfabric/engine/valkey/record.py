@@ -156,6 +156,12 @@ class Record(Stored):
         return contracts.CurrentAttempt(*last)
 
     @property
+    def run(self) -> int:
+        """The number of the latest run; every lease and every replay raises it."""
+        lease = self.pair("lease")
+        return (0 if lease is None else lease[1]) + self.number("replay_count", 0)
+
+    @property
     def current_lease(self) -> contracts.LeaseSummary | None:
         """The lease while the execution is active, also when it expired or was revoked."""
         if self.state_vector.lifecycle_phase is not states.LifecyclePhase.ACTIVE:

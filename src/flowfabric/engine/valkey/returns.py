@@ -5,7 +5,7 @@ crash loses none; delivering one twice changes nothing.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from flowfabric.core.errors import EngineError, TransportError
@@ -19,14 +19,17 @@ from flowfabric.engine.valkey.calls import FunctionCalls, at_once
 log = logging.getLogger(__name__)
 _PAGE = 256
 _AT_ONCE = 16
+_SLOT, _HOLD = "q", "b"
 
 
 class _Return(NamedTuple):
-    """A slot (without an epoch), or what the leases up to an epoch held of a budget."""
+    """The slot of a run (`q`), or what the leases up to an epoch held of a budget (`b`)."""
 
     entry: str
+    kind: str
     limit_id: str
-    epoch: int | None
+    number: int
+    """The number of the run, or the epoch."""
     execution_id: ExecutionId
 
 
@@ -56,28 +59,30 @@ class Returns:
         failed = await self._send(returns)
         done = [entry for entry in entries if entry not in failed]
         args = (len(done), *map(raw, done), *map(raw, failed))
-        reply = await self._calls.fcall("ff_ack_returns", tag, args, op="deliver_returns")
-        await self._confirm_again(parsed[lossless(entry)] for entry in reply[2])
+        await self._calls.fcall("ff_ack_returns", tag, args, op="deliver_returns")
         return len(entries) if len(entries) == _PAGE and done else 0
 
     async def _send(self, returns: Sequence[_Return]) -> list[str]:
         """Give back; returns the entries that could not be delivered."""
         slots: dict[str, list[_Return]] = {}
         for each in returns:
-            if each.epoch is None:
+            if each.kind == _SLOT:
                 slots.setdefault(each.limit_id, []).append(each)
         calls: list[Sequence[_Return]] = list(slots.values())
-        calls += ([each] for each in returns if each.epoch is not None)
+        calls += ([each] for each in returns if each.kind != _SLOT)
 
         async def send(group: Sequence[_Return]) -> list[str]:
             first = group[0]
             try:
-                if first.epoch is None:
-                    ids = [each.execution_id for each in group]
-                    await self._quotas.release_many(first.limit_id, ids)
+                if first.kind == _SLOT:
+                    await self._quotas.release_many(
+                        first.limit_id,
+                        [each.execution_id for each in group],
+                        runs=[each.number for each in group],
+                    )
                 else:
                     await self._budgets.return_holds(
-                        first.limit_id, first.execution_id, first.epoch
+                        first.limit_id, first.execution_id, first.number
                     )
             except EngineError as error:
                 level = logging.DEBUG if isinstance(error, TransportError) else logging.WARNING
@@ -90,22 +95,11 @@ class Returns:
 
         return [entry for part in await at_once(_AT_ONCE, send, calls) for entry in part]
 
-    async def _confirm_again(self, taken_over: Iterable[_Return | None]) -> None:
-        """Restore slots that a newer run of the same execution took over just before."""
-        for each in taken_over:
-            if each is not None:
-                await self._quotas.confirm_many(each.limit_id, [each.execution_id])
-
 
 def _parsed(tag: str, entry: str) -> _Return | None:
-    kind, _, rest = entry.partition("|")
-    limit_id, _, rest = rest.partition("|")
-    epoch: int | None = None
-    if kind == "b":
-        number, _, rest = rest.partition("|")
-        if not (number.isascii() and number.isdecimal()):
-            return None
-        epoch = int(number)
-    if kind not in ("b", "q") or not is_uuid(limit_id) or not is_execution_id(rest, tag):
+    kind, limit_id, number, member = (*entry.split("|", 3), "", "", "")[:4]
+    if kind not in (_SLOT, _HOLD) or not is_uuid(limit_id) or not is_execution_id(member, tag):
         return None
-    return _Return(entry, limit_id, epoch, ExecutionId.trusted(rest))
+    if not (number.isascii() and number.isdecimal()):
+        return None
+    return _Return(entry, kind, limit_id, int(number), ExecutionId.trusted(member))

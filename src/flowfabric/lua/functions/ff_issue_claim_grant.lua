@@ -2,7 +2,7 @@
 -- Keys: core, claim_grant, lane eligible, draining.
 -- Arguments: execution_id, lane or empty, worker (`id instance`), capabilities CSV, ttl ms, token,
 --   capability_hash, route_snapshot_json, admission_summary, what the caller found wrong with the
---   capabilities or empty, tasks CSV, whether the scheduler admitted it (1).
+--   capabilities or empty, tasks CSV, the number of the run that the scheduler admitted or empty.
 -- Replies: grant_expires_at, lane. Errors: execution_not_found, execution_not_eligible,
 --   grant_already_exists, execution_not_in_eligible_set, invalid_capabilities,
 --   capability_mismatch, invalid_input (lane_mismatch). Events: none.
@@ -15,7 +15,7 @@ granting.register_function('ff_issue_claim_grant', record.checked, function(c, i
   local index = K.eligible(c.tag, rec.lane_id, waiting.signature(rec))
   if not server.call('ZSCORE', index, id) then return reply.err('execution_not_in_eligible_set') end
   reply.stop_with(granting.capability_problem(c, id, rec, args))
-  if admission.is_needed(rec) and args[12] ~= '1' then
+  if admission.is_needed(rec) and tonumber(args[12]) ~= admission.run(rec) + 1 then
     return reply.err('execution_not_eligible', 'needs admission')
   end
   return granting.write(c, id, rec, args)

@@ -1,8 +1,8 @@
 -- ff_quota_reconcile: drop what expired of a quota policy, and correct slots that are as a scanner
 -- read them: a concurrent admission is never lost.
 -- Keys (tag = quota partition): policy, window, guards, admitted_set, blocked, quota_policies.
--- Arguments: quota_policy_id, then per slot: execution id, its end as read, `claimed` if the
---   execution runs (otherwise the slot is freed).
+-- Arguments: quota_policy_id, then per slot: execution id, its end as read, the number of the run
+--   that has it or empty if it is to be freed.
 -- Replies: `reconciled`, slots freed, slots confirmed, slots before, slots after, expired entries
 --   removed, how many executions it admits now, and in how many ms if none (see `quota.opening`) |
 --   `removed` (no such policy).
@@ -20,11 +20,11 @@ local function reconcile(tag, args)
   for i = 2, #args, 3 do
     local member = args[i]
     if tonumber(server.call('ZSCORE', q.slots, member)) == tonumber(args[i + 1]) then
-      if args[i + 2] == 'claimed' then
-        server.call('ZADD', q.slots, values.text(quota.CLAIMED + q.now), member)
+      if args[i + 2] ~= '' then
+        server.call('ZADD', q.slots, values.text(quota.CLAIMED + tonumber(args[i + 2])), member)
         confirmed = confirmed + 1
       else
-        freed = freed + quota.release(q, { member }, '')
+        freed = freed + quota.release(q, { member }, { clock.END })
       end
     end
   end

@@ -1,7 +1,7 @@
 -- ff_renew: extend leases that their holders still own.
 -- Keys: core, lease_expiry, lane active.
 -- Arguments: per lease: execution_id, fence, ttl ms.
--- Replies per lease: expires_at | [0, code, detail...].
+-- Replies per lease: expires_at | [expires_at, quota policy, number of the run] | [0, code, detail...].
 -- Errors: execution_not_found and those of the fence. Events: renewed (where the lane asks
 --   for it), expired (a lapsed lease).
 local function renew(c, id, text, ttl)
@@ -13,7 +13,8 @@ local function renew(c, id, text, ttl)
   c:zadd(K.index(c.tag, 'lease_expiry'), expires, id)
   c:zadd(K.lane(c.tag, rec.lane_id, 'active'), expires, id)
   if c:lane(rec.lane_id).emit_renewals then events.emit_lease(c, 'renewed', id, rec) end
-  return expires
+  if not rec.quota_policy_id then return expires end
+  return { expires, rec.quota_policy_id, admission.run(rec) }
 end
 
 register('ff_renew', function(keys, args)

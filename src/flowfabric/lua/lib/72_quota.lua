@@ -1,10 +1,14 @@
 -- Quota policies (spec 07 §10). All keys of a policy are on its own partition, `{q:K}`:
 -- window: execution -> time of its admission;
--- guards: execution -> the request that admitted it, until it is released or its window entry ends;
+-- guards: execution -> `<run> <request> <time before>`: the run that was admitted, the request that
+--   did it, and the time in the window that it replaced, if any. A guard lasts as long as the window
+--   entry or the slot, unless it is released;
 -- slots: execution -> when its slot ends, for policies with a cap;
 -- blocked: execution -> since when it waits.
+-- The runs of an execution are numbered (`admission.run`): what a call says about a run never touches
+-- what a later run holds, however late the call arrives.
 
--- The slot of a claimed execution does not end by time: it has this plus the time of the claim.
+-- The slot of a claimed execution does not end by time: it has this plus the number of the run.
 quota.CLAIMED = 1e13
 local DEFAULT_WINDOW_MS = 60000
 -- The claim follows the admission by a moment.
@@ -84,12 +88,22 @@ local function ended(key, moment)
   return server.call('ZRANGE', key, '-inf', values.text(moment), 'BYSCORE', 'LIMIT', 0, REMOVED_AT_ONCE)
 end
 
+-- Removes members of one sorted set, and the guards of those that the other one does not have.
+local function remove(q, key, ids, other)
+  if #ids == 0 then return end
+  values.call('ZREM', key, ids)
+  local found, bare = server.call('ZMSCORE', other, unpack(ids)), {}
+  for i, id in ipairs(ids) do
+    if not found[i] then bare[#bare + 1] = id end
+  end
+  values.call('HDEL', q.guards, bare)
+end
+
 -- Removes entries that left the window, and slots that ended.
 function quota.trim(q)
   local past, free = ended(q.window, q.edge), ended(q.slots, q.now)
-  values.call('ZREM', q.window, past)
-  values.call('HDEL', q.guards, past)
-  values.call('ZREM', q.slots, free)
+  remove(q, q.window, past, q.slots)
+  remove(q, q.slots, free, q.window)
   return #past + #free
 end
 
@@ -110,39 +124,51 @@ function quota.opening(q)
   return room, full and quota.oldest(q) + q.window_ms - q.now or 0
 end
 
+-- The guards of executions, and when their slots end.
+local function read_guards(q, ids)
+  local texts, guards = server.call('HMGET', q.guards, unpack(ids)), {}
+  for i = 1, #ids do
+    local run, request, before = string.match(texts[i] or '', '^(%d+) (%S+) (%d*)$')
+    guards[i] = run and { run = tonumber(run), request = request, before = tonumber(before) } or false
+  end
+  return guards, server.call('ZMSCORE', q.slots, unpack(ids))
+end
+
 -- What the policy stores of each execution, and what this call adds.
 local function read_entries(q, ids)
-  local found = {}
-  local times = server.call('ZMSCORE', q.window, unpack(ids))
-  local guards = server.call('HMGET', q.guards, unpack(ids))
-  local slots = q.cap > 0 and server.call('ZMSCORE', q.slots, unpack(ids)) or {}
+  local found, times = {}, server.call('ZMSCORE', q.window, unpack(ids))
+  local guards, slots = read_guards(q, ids)
   for i, id in ipairs(ids) do
-    local counted = times[i] and tonumber(times[i]) > q.edge
-    local slot = slots[i] and tonumber(slots[i])
-    found[id] = { counted = counted, guard = counted and guards[i] or nil,
-      slot = slot and slot > q.now and slot or nil }
+    local time, slot = tonumber(times[i] or 0), q.cap > 0 and tonumber(slots[i] or 0) or 0
+    local counted = time > q.edge
+    found[id] = { time = counted and time or nil, guard = counted and guards[i] or nil,
+      slot = slot > q.now and slot or nil }
   end
   return found
 end
 
-local function admit_one(q, entry, request, ends)
-  if entry.guard and (entry.slot or q.cap == 0) then
-    if entry.slot and entry.slot < quota.CLAIMED then entry.new_slot, entry.slot = ends, ends end
+local function admit_one(q, entry, run, request, ends)
+  local guard, slot = entry.guard, entry.slot
+  -- That run was claimed already: whoever asks for it again asks too late, and leaves its slot alone.
+  local claimed = slot and slot >= quota.CLAIMED + run
+  -- The guard of an earlier run is as good as released.
+  if guard and guard.run < run then guard = nil end
+  if guard and (slot or q.cap == 0) then
+    if slot and not claimed then entry.new_slot, entry.slot = ends, ends end
     -- The repeat of a call whose reply was lost.
-    if entry.guard == request then return 'admitted' end
-    if entry.guard ~= SHARED then entry.guard, entry.new_guard = SHARED, SHARED end
+    if guard.request == request then return 'admitted' end
+    if guard.request ~= SHARED then guard.request, entry.new_guard = SHARED, true end
     return 'already'
   end
-  if not entry.guard and q.rate > 0 and q.count >= q.rate then return 'rate' end
-  if q.cap > 0 and q.held - (entry.slot and 1 or 0) >= q.cap then return 'concurrency' end
-  if not entry.guard then
-    if not entry.counted then q.count = q.count + 1 end
-    entry.counted, entry.new_time = true, true
+  if not guard and q.rate > 0 and q.count >= q.rate then return 'rate' end
+  if q.cap > 0 and q.held - (slot and 1 or 0) >= q.cap then return 'concurrency' end
+  entry.guard, entry.new_guard = { run = run, request = request, before = entry.time }, true
+  if not guard then
+    if not entry.time then q.count = q.count + 1 end
+    entry.time, entry.new_time = q.now, true
   end
-  entry.guard, entry.new_guard = request, request
-  -- A claimed execution keeps its slot as it is: whoever asks for it again asks too late.
-  if q.cap > 0 and not (entry.slot and entry.slot >= quota.CLAIMED) then
-    if not entry.slot then q.held = q.held + 1 end
+  if q.cap > 0 and not claimed then
+    if not slot then q.held = q.held + 1 end
     entry.slot, entry.new_slot = ends, ends
   end
   return 'admitted'
@@ -152,7 +178,11 @@ local function store(q, entries)
   local times, guards, slots = {}, {}, {}
   for id, entry in pairs(entries) do
     if entry.new_time then values.append(times, { values.text(q.now), id }) end
-    if entry.new_guard then values.append(guards, { id, entry.new_guard }) end
+    if entry.new_guard then
+      local guard = entry.guard
+      values.append(guards, { id, values.text(guard.run) .. ' ' .. guard.request .. ' '
+        .. (guard.before and values.text(guard.before) or '') })
+    end
     if entry.new_slot then values.append(slots, { values.text(entry.new_slot), id }) end
   end
   values.call('ZADD', q.window, times)
@@ -160,16 +190,26 @@ local function store(q, entries)
   values.call('ZADD', q.slots, slots)
 end
 
--- Admits executions in order: `admitted`, `already`, `rate <retry ms>`, or `concurrency <retry ms>`
--- (without a number if every slot belongs to a claimed execution). A denial records nothing.
-function quota.admit(q, ids, request, slot_ttl)
+-- The ids and the numbers of the pairs in `args` from `first` on; `any` in place of an empty one.
+function quota.runs(args, first, any)
+  local ids, runs = {}, {}
+  for i = first, #args, 2 do
+    ids[#ids + 1], runs[#runs + 1] = args[i], args[i + 1] == '' and any or tonumber(args[i + 1])
+  end
+  return ids, runs
+end
+
+-- Admits runs of executions in order: `admitted`, `already`, `rate <retry ms>`, or `concurrency
+-- <retry ms>` (without a number if every slot belongs to a claimed execution). A denial records
+-- nothing.
+function quota.admit(q, ids, runs, request, slot_ttl)
   quota.trim(q)
   local entries = read_entries(q, ids)
   local ends = math.min(q.now + slot_ttl + SLACK_MS, quota.CLAIMED - 1)
   q.count, q.held = quota.window_count(q), q.cap > 0 and quota.slots_held(q) or 0
   local answers, denied = {}, nil
   for i, id in ipairs(ids) do
-    answers[i] = admit_one(q, entries[id], request, ends)
+    answers[i] = admit_one(q, entries[id], runs[i], request, ends)
     if answers[i] == 'rate' or answers[i] == 'concurrency' then denied = true end
   end
   store(q, entries)
@@ -184,39 +224,59 @@ function quota.admit(q, ids, request, slot_ttl)
   return answers
 end
 
--- Those whose admission this request recorded, and that no other call relies on.
-local function recorded_by(q, ids, request)
-  local guards, own = server.call('HMGET', q.guards, unpack(ids)), {}
+-- Keeps the slots of runs that were claimed, even above the cap: running work counts.
+function quota.confirm(q, ids, runs)
+  if q.cap == 0 or #ids == 0 then return end
+  local guards, ends = read_guards(q, ids)
+  local slots = {}
   for i, id in ipairs(ids) do
-    if guards[i] == request then own[#own + 1] = id end
+    local claimed = quota.CLAIMED + runs[i]
+    -- An admission of a later run means that this one is over.
+    local over = guards[i] and guards[i].run > runs[i]
+    if not over and tonumber(ends[i] or 0) < claimed then
+      values.append(slots, { values.text(claimed), id })
+    end
   end
-  return own
+  values.call('ZADD', q.slots, slots)
 end
 
--- Those without a slot that a claim has confirmed.
-local function unclaimed(q, ids)
-  local ends, found = server.call('ZMSCORE', q.slots, unpack(ids)), {}
+-- Undoes what a request recorded; returns how many places it freed. A start that was in the window
+-- before stays there, and so does the slot of an execution that runs: another claim has it.
+function quota.undo(q, ids, request)
+  if #ids == 0 then return 0 end
+  local guards, ends = read_guards(q, ids)
+  local own, restored, left, free = {}, {}, {}, {}
   for i, id in ipairs(ids) do
-    if not ends[i] or tonumber(ends[i]) < quota.CLAIMED then found[#found + 1] = id end
+    local guard = guards[i]
+    if guard and guard.request == request then
+      own[#own + 1] = id
+      if guard.before and guard.before > q.edge then
+        values.append(restored, { values.text(guard.before), id })
+      else
+        left[#left + 1] = id
+      end
+      if ends[i] and tonumber(ends[i]) < quota.CLAIMED + guard.run then free[#free + 1] = id end
+    end
   end
-  return found
+  values.call('HDEL', q.guards, own)
+  values.call('ZADD', q.window, restored)
+  values.call('ZREM', q.window, left)
+  values.call('ZREM', q.slots, free)
+  return #left + #free
 end
 
--- Undoes what a request recorded. The slot of an execution that runs stays: another claim has it.
-local function undo(q, ids, request)
-  ids = recorded_by(q, ids, request)
+-- Frees what the runs of executions up to these hold; returns how many slots.
+function quota.release(q, ids, runs)
   if #ids == 0 then return 0 end
-  local free = unclaimed(q, ids)
-  server.call('HDEL', q.guards, unpack(ids))
-  local freed = server.call('ZREM', q.window, unpack(ids))
-  return #free > 0 and freed + server.call('ZREM', q.slots, unpack(free)) or freed
-end
-
--- Frees the slots of executions; with a request, undoes what that request recorded. Returns how many
--- places it freed.
-function quota.release(q, ids, request)
-  if request ~= '' then return undo(q, ids, request) end
-  if #ids == 0 then return 0 end
-  server.call('HDEL', q.guards, unpack(ids))
-  return server.call('ZREM', q.slots, unpack(ids))
+  local guards, ends = read_guards(q, ids)
+  local over, free = {}, {}
+  for i, id in ipairs(ids) do
+    local guard, slot = guards[i], tonumber(ends[i] or nil)
+    if guard and guard.run <= runs[i] then over[#over + 1] = id end
+    local run = slot and slot >= quota.CLAIMED and slot - quota.CLAIMED or guard and guard.run or 0
+    if slot and run <= runs[i] then free[#free + 1] = id end
+  end
+  values.call('HDEL', q.guards, over)
+  values.call('ZREM', q.slots, free)
+  return #free
 end

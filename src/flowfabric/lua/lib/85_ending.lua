@@ -44,7 +44,9 @@ function ending.finish(c, id, rec, how)
   else
     local open = S.is_suspended(rec.state) and suspension.open(c, id)
     if open then suspension.close(c, id, open, { reason = how.close_reason }) end
-    if rec.grant_expires_at and rec.quota_policy_id then admission.give_back(c, id, rec) end
+    if rec.grant_expires_at and rec.quota_policy_id then
+      admission.give_back_slot(c, id, rec, admission.run(rec) + 1)
+    end
     waiting.leave(c, id, rec)
     if rec.attempt and S.between_attempts(rec.state) then
       record.set(c, id, rec, 'between_attempts', '1')

@@ -77,7 +77,6 @@ function claiming.take(c, id, rec, mode, grant)
     lease.leave_indexes(c, id, rec, true)
   else
     waiting.leave(c, id, rec)
-    if rec.quota_policy_id and rec.lease then admission.keep_slot(c, id, rec) end
   end
   local suspended = rec.paused and string.sub(rec.paused, 1, 8) == 'suspend:'
   lease.open(c, id, rec, mode, grant)
@@ -89,7 +88,8 @@ end
 local MODE_LETTERS = { fresh = 'f', resumed = 'r', reclaimed = 'c' }
 
 -- What most claims lack: attempt type, tags, namespace, ms left of the attempt's time, deadline of
--- the execution, why it was resumed, flow, inputs, quota policy. Callers ignore further parts, here and in the row.
+-- the execution, why it was resumed, flow, inputs, quota policy, number of the run. Callers ignore
+-- further parts, here and in the row.
 local function optional_parts(c, id, rec, mode)
   if not (rec.attempt_type or rec.tagged or rec.attempt_timeout_ms or rec.execution_deadline_at
       or rec.flow_id or rec.quota_policy_id) and rec.namespace == 'default'
@@ -112,6 +112,7 @@ local function optional_parts(c, id, rec, mode)
     rec.flow_id or false,
     rec.named and edges.claimed_inputs(c, id, rec) or false,
     rec.quota_policy_id or false,
+    rec.quota_policy_id and admission.run(rec) or false,
   }
 end
 
@@ -347,21 +348,25 @@ local function remember(want, rows)
   end
 end
 
--- Claims up to want.max of these executions, which the scheduler admitted; a repeated request gets
--- the same.
-function claiming.admitted(c, want, ids)
+-- Claims one execution if its next run is the one that was admitted.
+local function consider_admitted(c, want, offered, id, run, rows)
+  local rec = record.read(c, id)
+  if rec and rec.lane_id == want.lane and admission.run(rec) + 1 == run then
+    consider(c, want, offered, id, K.eligible(c.tag, want.lane, waiting.signature(rec)), rows, rec)
+  end
+end
+
+-- Claims up to want.max of these executions, if their next runs are those that the scheduler
+-- admitted; a repeated request gets the same.
+function claiming.admitted(c, want, ids, runs)
   local again = earlier(c, want)
   if again then return again end
   local offered, rows = offers.of(want.capabilities), {}
   local refused = c:is_closed(want.lane)
     or workers.is_draining(c, record.instance_of(want.worker))
   want.admitted = true
-  for _, id in ipairs(refused and NONE or ids) do
-    local ok, rec = try(record.read, c, id)
-    if ok and rec and rec.lane_id == want.lane and #rows < want.max then
-      local key = K.eligible(c.tag, want.lane, waiting.signature(rec))
-      try(consider, c, want, offered, id, key, rows, rec)
-    end
+  for i, id in ipairs(refused and NONE or ids) do
+    if #rows < want.max then try(consider_admitted, c, want, offered, id, runs[i], rows) end
   end
   c:flush()
   remember(want, rows)

@@ -65,8 +65,8 @@ end
 
 -- Budgets and quotas are on other partitions: the scheduler asks them before it claims, and what runs
 -- leave behind for them is owed here until it is delivered (`returns`, by time). An entry is
--- `q|<policy>|<execution>` for a slot, or `b|<budget>|<epoch>|<execution>` for what the leases up to
--- this epoch hold.
+-- `q|<policy>|<run>|<execution>` for the slot of this run, or `b|<budget>|<epoch>|<execution>` for
+-- what the leases up to this epoch hold.
 local MAX_BUDGETS = 16
 local UUID = '^%x%x%x%x%x%x%x%x%-%x%x%x%x%-%x%x%x%x%-%x%x%x%x%-%x%x%x%x%x%x%x%x%x%x%x%x$'
 
@@ -95,6 +95,10 @@ end
 
 function admission.is_needed(rec) return rec.budget_ids or rec.quota_policy_id end
 
+-- The number of the latest run. Every lease and every replay raises it: a run that is admitted after
+-- something was given back has a higher number, also where a grant was given back unused.
+function admission.run(rec) return record.epoch(rec) + tonumber(rec.replay_count or 0) end
+
 -- Whether a candidate needs admission before it is claimed; notes it for the reply, where it takes
 -- the place of a claim. A reclaim needs none: the run goes on.
 function admission.defers(c, want, id, rec)
@@ -105,6 +109,7 @@ function admission.defers(c, want, id, rec)
     want.noted[id], want.max = true, want.max - 1
     needing[#needing + 1] = {
       id, rec.budget_ids or false, rec.quota_policy_id or false, values.text(tonumber(c:score(rec))),
+      admission.run(rec) + 1,
     }
   end
   return true
@@ -133,18 +138,11 @@ function admission.give_back(c, id, rec, stays)
     for budget in string.gmatch(rec.held_budgets, '[^,]+') do owe(c, 'b|' .. budget .. rest) end
     record.clear(c, id, rec, 'held_budgets')
   end
-  if rec.quota_policy_id and not stays then owe(c, 'q|' .. rec.quota_policy_id .. '|' .. id) end
+  if rec.quota_policy_id and not stays then
+    admission.give_back_slot(c, id, rec, admission.run(rec))
+  end
 end
 
--- The slot of an earlier run that was not given back yet serves the new run.
-function admission.keep_slot(c, id, rec)
-  c:zrem(K.index(c.tag, 'returns'), 'q|' .. rec.quota_policy_id .. '|' .. id)
-end
-
--- Whether the execution of a slot runs, with that policy.
-function admission.runs(c, entry)
-  local policy, id = string.match(entry, '^q|([^|]+)|(.+)$')
-  if not id then return false end
-  local ok, rec = try(record.read, c, id)
-  return ok and rec ~= nil and S.is_active(rec.state) and rec.quota_policy_id == policy
+function admission.give_back_slot(c, id, rec, run)
+  owe(c, 'q|' .. rec.quota_policy_id .. '|' .. values.text(run) .. '|' .. id)
 end
