@@ -58,6 +58,17 @@ async def test_a_budget_from_its_creation_to_its_end(cli: Cli, engine: Engine) -
     assert "budget_not_found" in gone.err
 
 
+async def test_how_long_a_budget_remembers_keys(cli: Cli) -> None:
+    await cli("budget", "create", "day")
+    await cli("budget", "create", "week", "--dedup-ttl", "7d")
+    found = {each["scope_id"]: each for each in (await cli("budgets", "--json")).objects}
+    assert found["day"]["dedup_ttl_ms"] == 86_400_000
+    assert found["week"]["dedup_ttl_ms"] == 7 * 86_400_000
+    wrong = await cli("budget", "create", "month", "--dedup-ttl", "30d")
+    assert wrong.code == 2
+    assert "must be 1ms to 7d, got 30d" in wrong.err
+
+
 async def test_recurring_budgets_and_waiting_work(cli: Cli, engine: Engine) -> None:
     await cli(
         "budget", "create", "daily", "cents=5", "--every", "24h", "--on-hard-limit", "suspend"

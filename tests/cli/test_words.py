@@ -173,6 +173,11 @@ def test_what_follows_a_line_is_indented() -> None:
     assert json.loads(JsonFormatter().format(made))["stack"] == "Stack:\n  in hold\x9b"
 
 
+def test_the_target_of_audit_records() -> None:
+    made = record("cancel_flow by oncall: ok", name="flowfabric.audit")
+    assert json.loads(JsonFormatter().format(made))["target"] == "audit"
+
+
 def test_json_lines() -> None:
     assert JsonFormatter().format(record(HOSTILE, who=HOSTILE)).isprintable()
     made = json.loads(JsonFormatter().format(record("hi", action="a", odd=object(), count=2)))

@@ -84,6 +84,18 @@ async def test_a_repeat_gets_the_first_answer(engine: Engine) -> None:
     assert await held(budgets, budget_id) == {}
 
 
+async def test_a_repeat_that_asks_for_other_amounts_gets_what_is_held(engine: Engine) -> None:
+    budgets, handle = engine.backend.budgets, await engine.running()
+    budget_id = await new_budget(engine.backend, {"a": 100})
+    first = Reserved("r", {"a": 11, "b": 2**53 - 1})
+    assert await budgets.reserve(handle, budget_id, {"b": 2**53 - 1, "a": 11}, "r") == first
+    assert await budgets.reserve(handle, budget_id, {"a": 5}, "r") == first
+    assert await held(budgets, budget_id) == first.held
+    await budgets.release_reservation(budget_id, "r")
+    assert await budgets.reserve(handle, budget_id, {"c": 7}, "r") == first
+    assert await held(budgets, budget_id) == {}
+
+
 async def test_an_id_belongs_to_one_execution(engine: Engine) -> None:
     budgets, budget_id = engine.backend.budgets, await new_budget(engine.backend)
     one, two = await engine.running(), await engine.running()

@@ -24,6 +24,7 @@ from tests.support.budgets import budget, new_budget, spend, used
 from tests.support.engine import Engine, refused
 
 MAX = 2**53 - 1
+DAY = 86_400_000
 
 
 async def test_creating_twice_keeps_the_first_limits(engine: Engine) -> None:
@@ -226,8 +227,24 @@ async def test_the_order_of_the_checks_of_a_definition(engine: Engine) -> None:
     )
     await refused(create(twice), "invalid_input")
     await refused(create(budget({"a": MAX + 1})), "invalid_input")
-    await refused(create(budget(dedup_ttl_ms=7 * 86_400_000 + 1)), "invalid_input")
+    for ttl in (0, 7 * DAY + 1):
+        await refused(create(budget(dedup_ttl_ms=ttl)), "invalid_input")
     await refused(create(budget(budget_id="team")), "invalid_input")
+
+
+async def test_how_long_keys_are_remembered(engine: Engine) -> None:
+    budgets = engine.backend.budgets
+    budget_id = await new_budget(engine.backend)
+    assert (await budgets.get_budget_status(budget_id)).dedup_ttl_ms == DAY
+    same = await budgets.create_budget(budget(budget_id=budget_id, dedup_ttl_ms=DAY))
+    assert same == BudgetExists(budget_id)
+    for ttl in (0, 7 * DAY + 1):
+        change = BudgetChange(dedup_ttl_ms=ttl)
+        await refused(budgets.update_budget_limits(budget_id, change), "invalid_input")
+    await budgets.update_budget_limits(budget_id, BudgetChange(dedup_ttl_ms=7 * DAY))
+    assert (await budgets.get_budget_status(budget_id)).dedup_ttl_ms == 7 * DAY
+    again = await budgets.create_budget(budget(budget_id=budget_id))
+    assert again == BudgetExists(budget_id, differs=True)
 
 
 async def test_unequal_lists_of_deltas(engine: Engine) -> None:

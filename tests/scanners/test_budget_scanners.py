@@ -12,7 +12,8 @@ from flowfabric.core.ids import new_uuid
 from flowfabric.core.partition import budget_partition
 from flowfabric.engine.api.upkeep import Index
 from flowfabric.engine.valkey import keys
-from flowfabric.scanners.base import ScanResult
+from flowfabric.scanners.base import Cycle, ScanResult
+from flowfabric.scanners.budget_jobs import BudgetReconciler
 from tests.support.budgets import held, hold, new_budget, spend, used
 from tests.support.engine import Engine
 from tests.support.scanning import idle, members, plant, running, until
@@ -176,6 +177,111 @@ async def test_ledgers_without_an_execution_go_and_usage_stays(engine: Engine) -
     assert await scanners.scan_once("budget_reconciler") == ScanResult(processed=1)
     assert await budgets.ledgers(budget_id) == sorted(ids - {handle.execution_id})
     assert await used(budgets, budget_id) == {"a": 2}
+
+
+async def lost_holds(engine: Engine, budget_id: str, count: int) -> None:
+    """Holds of leases that have ended; the process that ended them died before it returned them."""
+    engine.backend.calls.on_returns = lambda _: None
+    for _ in range(count):
+        handle = await engine.running()
+        await hold(engine.backend.budgets, handle, budget_id, handle.execution_id, a=1)
+        await engine.backend.executions.complete(handle)
+
+
+async def lost_ledgers(engine: Engine, budget_id: str, count: int) -> None:
+    """Ledgers of executions that no longer exist."""
+    for _ in range(count):
+        await engine.backend.budgets.record_spend(budget_id, engine.new_id(), {"a": 1})
+
+
+async def test_one_pass_returns_all_overdue_holds(engine: Engine) -> None:
+    budgets, handle = engine.backend.budgets, await engine.running()
+    budget_id = await new_budget(engine.backend)
+    for number in range(250):
+        await hold(budgets, handle, budget_id, f"r{number}", a=1)
+    await engine.advance(60_001)
+    assert await idle(engine).scan_once("budget_reconciler") == ScanResult(processed=250)
+    assert await held(budgets, budget_id) == {}
+
+
+async def test_one_pass_looks_up_all_holders_and_ledgers(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.scanners.budget_jobs._LOOKED_UP", 2)
+    budgets, budget_id = engine.backend.budgets, await new_budget(engine.backend)
+    await lost_holds(engine, budget_id, 5)
+    await lost_ledgers(engine, budget_id, 5)
+    live = await engine.running()
+    await hold(budgets, live, budget_id, a=7)
+    await budgets.record_spend(budget_id, live.execution_id, {"a": 1})
+    assert await idle(engine).scan_once("budget_reconciler") == ScanResult(processed=10)
+    assert await held(budgets, budget_id) == {"a": 7}
+    assert await budgets.ledgers(budget_id) == [live.execution_id]
+
+
+async def test_one_pass_deletes_all_that_is_left_of_a_deleted_budget(engine: Engine) -> None:
+    budget_id = await new_budget(engine.backend)
+    await lost_ledgers(engine, budget_id, 1100)
+    tag = tag_of(engine, budget_id)
+    # As if the process that deletes it had died after its first call.
+    await engine.backend.calls.fcall("ff_budget_delete", tag, (budget_id, new_uuid()), op="test")
+    assert len(await engine.backend.budgets.ledgers(budget_id)) == 100
+    assert await idle(engine).scan_once("budget_reconciler") == ScanResult(processed=1)
+    assert await engine.backend.budgets.ledgers(budget_id, limit=2000) == []
+    assert await members(engine, tag, "budget_policies") == []
+
+
+class Impatient(Cycle):
+    """A cycle that is out of time after some checks of the clock."""
+
+    checks = 0
+
+    def out_of_time(self) -> bool:
+        self.checks -= 1
+        self.more = self.checks < 0
+        return self.more
+
+
+async def test_a_pass_that_runs_out_of_time_continues_where_it_stopped(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if one budget takes all the time of a pass."""
+    monkeypatch.setattr("flowfabric.scanners.budget_jobs._LOOKED_UP", 2)
+    budgets = engine.backend.budgets
+    ids = [await new_budget(engine.backend) for _ in range(3)]
+    for budget_id in ids:
+        await lost_holds(engine, budget_id, 5)
+    reconciler = BudgetReconciler(engine.backend, HOUR)
+    for _ in range(32):
+        cycle = Impatient(engine.backend, {})
+        # Enough for two partitions, or for some holders of one budget.
+        cycle.checks = 2
+        await reconciler.scan(cycle)
+    assert [await held(budgets, each) for each in ids] == [{}, {}, {}]
+    # The next pass starts over.
+    await lost_holds(engine, ids[0], 1)
+    await reconciler.scan(Cycle(engine.backend, {}))
+    await reconciler.scan(Cycle(engine.backend, {}))
+    assert await held(budgets, ids[0]) == {}
+
+
+async def test_ledgers_continue_where_the_last_pass_stopped(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.scanners.budget_jobs._LOOKED_UP", 2)
+    budgets = engine.backend.budgets
+    ids = [await new_budget(engine.backend) for _ in range(2)]
+    for budget_id in ids:
+        await lost_ledgers(engine, budget_id, 5)
+    reconciler = BudgetReconciler(engine.backend, HOUR)
+    left = list[int]()
+    for _ in range(8):
+        cycle = Impatient(engine.backend, {})
+        # Enough for the budgets and the partitions; then one page of ledgers.
+        cycle.checks = len(ids) + 32
+        await reconciler.scan(cycle)
+        left.append(sum([len(await budgets.ledgers(each)) for each in ids]))
+    assert left == [8, 6, 5, 3, 1, 0, 0, 0]
 
 
 async def test_an_idle_deployment_costs_one_command(engine: Engine) -> None:

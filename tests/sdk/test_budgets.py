@@ -62,6 +62,18 @@ async def test_a_client_manages_budgets_by_name(engine: Engine) -> None:
     await refused(client.budget("team"), "budget_not_found")
 
 
+async def test_a_client_sets_how_long_keys_are_remembered(engine: Engine) -> None:
+    client = Client(engine.backend)
+    await client.create_budget("team")
+    assert (await client.budget("team")).dedup_ttl_ms == 86_400_000
+    await client.create_budget("week", dedup_ttl="7d")
+    assert (await client.budget("week")).dedup_ttl_ms == 7 * 86_400_000
+    await client.update_budget("week", dedup_ttl="2h")
+    assert (await client.budget("week")).dedup_ttl_ms == 7_200_000
+    await refused(client.update_budget("week", dedup_ttl="8d"), "invalid_input")
+    await refused(client.create_budget("other", dedup_ttl="8d"), "invalid_input")
+
+
 async def test_a_name_belongs_to_its_namespace(engine: Engine) -> None:
     await Client(engine.backend, "one").create_budget("team", {"a": 1})
     with pytest.raises(NotFoundError):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flowfabric.core.contracts.budgets import NewBudget
+from flowfabric.core.ids import ExecutionId
 from flowfabric.server.auth import new_token, write_tokens
 from tests.server.conftest import Serving
 from tests.support.engine import Engine
@@ -69,6 +71,145 @@ async def test_operator_calls_are_logged_with_the_id_of_the_token(
     } <= told, found
     assert "cd" * 32 not in caplog.text
     assert str(parked.details.waitpoint_token.reveal()) not in caplog.text
+
+
+FLOW = "22222222-2222-4333-8444-555555555555"
+SPENDER = ExecutionId("{fp:3}:33333333-2222-4333-8444-555555555555")
+SPENT = {"budget_id": UUID, "execution_id": SPENDER, "deltas": {"tokens": 2}}
+BUDGET = {
+    "budget_id": UUID,
+    "scope_type": "lane",
+    "scope_id": "default",
+    "enforcement_mode": "strict",
+    "on_hard_limit": "fail",
+    "on_soft_limit": "warn",
+    "reset_interval_ms": 0,
+    "dimensions": ["tokens"],
+    "hard_limits": [10],
+    "soft_limits": [5],
+}
+CANCEL = {"reason": "late", "cancellation_policy": "cancel_all"}
+ENGINE = "/v1/engine/budgets"
+
+# Method, path, body, status; operation, result, and what the record says about the target.
+OPERATOR_CALLS: list[tuple[str, str, Any, int, str, str, dict[str, Any]]] = [
+    ("POST", f"/v1/flows/{FLOW}/release", None, 200, "release_flow", "ok", {"flow_id": FLOW}),
+    (
+        "DELETE",
+        f"/v1/flows/{FLOW}",
+        None,
+        409,
+        "delete_flow",
+        "flow_not_terminal",
+        {"flow_id": FLOW},
+    ),
+    (
+        *("POST", f"/v1/flows/{FLOW}/replay", {"failed_only": False}, 200, "replay_flow", "ok"),
+        {"flow_id": FLOW, "failed_only": False},
+    ),
+    (
+        *("POST", f"/v1/flows/{FLOW}/cancel", CANCEL | {"flow_id": FLOW}, 200),
+        *("cancel_flow", "ok", CANCEL | {"flow_id": FLOW}),
+    ),
+    (
+        *("POST", f"/v1/flows/{FLOW}/replay", None, 409),
+        *("replay_flow", "flow_already_terminal", {"flow_id": FLOW, "failed_only": True}),
+    ),
+    ("DELETE", f"/v1/flows/{FLOW}", None, 200, "delete_flow", "ok", {"flow_id": FLOW}),
+    (
+        *("POST", f"/v1/flows/{FLOW}/cancel", CANCEL | {"flow_id": FLOW}, 404),
+        *("cancel_flow", "flow_not_found", CANCEL | {"flow_id": FLOW}),
+    ),
+    (
+        *("POST", "/v1/workers/w-1/dead", {"reason": "lost", "revoke_leases": True}, 200),
+        *("mark_worker_dead", "ok"),
+        {"worker_instance_id": "w-1", "reason": "lost", "revoke_leases": True},
+    ),
+    (
+        *("POST", "/v1/workers/w-1/dead", None, 200, "mark_worker_dead", "ok"),
+        {"worker_instance_id": "w-1", "revoke_leases": False},
+    ),
+    (
+        *("POST", "/v1/budgets", BUDGET, 201, "create_budget", "ok"),
+        BUDGET | {"dimensions": ("tokens",), "hard_limits": (10,), "soft_limits": (5,)},
+    ),
+    (
+        *("PUT", f"/v1/budgets/{UUID}", {"hard_limits": {"tokens": 20}}, 200),
+        *("update_budget_limits", "ok", {"budget_id": UUID, "hard_limits": {"tokens": 20}}),
+    ),
+    (
+        *("POST", f"/v1/budgets/{UUID}/usage", {"dimensions": {"tokens": 1}}, 200),
+        *("report_usage_admin", "ok", {"budget_id": UUID, "dimensions": {"tokens": 1}}),
+    ),
+    (
+        *("POST", f"{ENGINE}/record_spend", SPENT, 200, "record_spend", "ok"),
+        {"budget_id": UUID, "execution_id": SPENDER, "deltas": {"tokens": 2}},
+    ),
+    (
+        *("POST", f"{ENGINE}/release_budget", {"budget_id": UUID, "execution_id": SPENDER}, 200),
+        *("release_budget", "ok", {"budget_id": UUID, "execution_id": SPENDER}),
+    ),
+]
+
+
+async def test_every_operator_call_names_its_token_target_and_result(
+    serve: Serving, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    token, stored = new_token("oncall", ["admin"], None)
+    write_tokens(tmp_path / "tokens", [stored])
+    await engine.backend.flows.create_flow(FLOW, "nightly")
+    await engine.create(execution_id=SPENDER)
+    async with serve(tokens_file=tmp_path / "tokens") as http:
+        by = http.with_token(token)
+        for method, path, body, status, op, code, target in OPERATOR_CALLS:
+            caplog.clear()
+            caplog.set_level(logging.INFO)
+            answer = await by.send(method, path, body)
+            assert answer.status == status, (path, answer.body)
+            (told,) = [each for each in map(vars, recorded(caplog)) if "op" in each]
+            assert (told["op"], told["code"], told["caller"]) == (op, code, "oncall")
+            assert {name: told.get(name) for name in target} == target, op
+
+
+async def test_the_goodbye_of_a_worker_is_not_the_call_of_an_operator(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    await engine.backend.workers.mark_worker_dead("w-1", "default", "shutdown")
+    assert recorded(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "detail"),
+    [
+        (b"{", 400, ""),
+        (b'{"new_kid":7}', 422, "new_kid: expected str, got int"),
+    ],
+)
+async def test_a_body_that_cannot_be_read_is_logged_at_debug(
+    http: Http, caplog: pytest.LogCaptureFixture, body: bytes, status: int, detail: str
+) -> None:
+    caplog.set_level(logging.DEBUG, "flowfabric.server")
+    path, kind = "/v1/admin/rotate-waitpoint-secret", {"content-type": "application/json"}
+    assert (await http.send("POST", path, body, kind)).status == status
+    (told,) = [each for each in map(vars, caplog.records) if each.get("action") == "body_rejected"]
+    assert (told["levelname"], told["kind"]) == ("DEBUG", "invalid_input")
+    assert (told["detail"], told["context"]) == (detail, path)
+
+
+async def test_each_rotated_partition_is_logged_at_debug(
+    http: Http, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    await engine.backend.secrets.seed_at_boot("ab" * 32)
+    caplog.set_level(logging.DEBUG, "flowfabric")
+    assert (await http.post("/v1/admin/rotate-waitpoint-secret", ROTATE)).status == 200
+    told = [
+        each for each in map(vars, caplog.records) if each.get("action") == "waitpoint_hmac_rotated"
+    ]
+    assert {each["levelname"] for each in told} == {"DEBUG"}
+    assert {each["new_kid"] for each in told} == {"k2"}
+    assert sorted(each["partition"] for each in told) == [*range(engine.backend.counts.flow)]
+    assert not any(vars(each) in told for each in recorded(caplog))
 
 
 async def test_a_rotation_outlives_its_request(

@@ -158,6 +158,8 @@ async def test_budgets(http: Http) -> None:
     expect(await http.post("/v1/budgets", BUDGET), 201, {"Created": {"budget_id": "<uuid>"}})
     exists = {"AlreadySatisfied": {"budget_id": "<uuid>"}}
     expect(await http.post("/v1/budgets", BUDGET), 200, exists)
+    differs = {"AlreadySatisfied": {"budget_id": "<uuid>", "differs": True}}
+    expect(await http.post("/v1/budgets", BUDGET | {"hard_limits": [11]}), 200, differs)
     path = f"/v1/budgets/{UUID}"
     usage = f"{path}/usage"
     first = {"dimensions": {"tokens": 4}, "dedup_key": "once"}
@@ -175,6 +177,7 @@ async def test_budgets(http: Http) -> None:
         "on_hard_limit": "fail",
         "on_soft_limit": "warn",
         "reset_interval_ms": 0,
+        "dedup_ttl_ms": 86_400_000,
         "usage": {"tokens": 6},
         "reserved": {},
         "hard_limits": {"tokens": 10},
@@ -203,6 +206,8 @@ async def test_quotas(http: Http) -> None:
     body = quota | {"max_concurrent": 1}
     expect(await http.post("/v1/quotas", body), 201, {"Created": made})
     expect(await http.post("/v1/quotas", body), 200, {"AlreadySatisfied": made})
+    other = await http.post("/v1/quotas", body | {"max_concurrent": 2})
+    expect(other, 200, {"AlreadySatisfied": made | {"differs": True}})
     status = {
         "quota_policy_id": "<uuid>",
         "window_seconds": 60,

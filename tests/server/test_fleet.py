@@ -200,6 +200,17 @@ async def test_budgets(http: Http) -> None:
     assert (await http.get("/v1/budgets?scope_id=blue")).json["budgets"][0] == status
     assert (await http.put(path, {"hard_limits": {"tokens": 500}})).json == "Updated"
     assert (await http.put(path, {})).kind == (400, "invalid_input")
+    assert (await http.put(path, {"dedup_ttl_ms": 5000})).json == "Updated"
+    assert (await http.get(path)).json["dedup_ttl_ms"] == 5000
+    for ttl in (0, 7 * 86_400_000 + 1):
+        wrong = {"dedup_ttl_ms": ttl}
+        assert (await http.put(path, wrong)).kind == (400, "invalid_input")
+        other = body | wrong | {"budget_id": new_uuid()}
+        assert (await http.post("/v1/budgets", other)).kind == (400, "invalid_input")
+    other = body | {"budget_id": new_uuid(), "dedup_ttl_ms": 7000}
+    assert (await http.post("/v1/budgets", other)).status == 201
+    kept = (await http.get(f"/v1/budgets/{other['budget_id']}")).json
+    assert kept["dedup_ttl_ms"] == 7000
     assert (await http.post(f"{path}/reset")).json == {"Reset": {"next_reset_at": 0}}
     assert (await http.delete(path)).json == "Deleted"
     missing = await http.get(path)

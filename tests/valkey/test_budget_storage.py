@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core.contracts.budgets import Exhausted
+from flowfabric.core.contracts.budgets import BudgetChange, Exhausted
 from flowfabric.core.errors import CorruptionError
 from flowfabric.core.partition import PartitionCounts, budget_partition
 from flowfabric.engine.api.budgets import Budgets
@@ -30,6 +30,10 @@ async def test_the_mark_carries_the_tag_and_the_budget(engine: Engine) -> None:
     mark = keys.usage_mark(tag_of(engine, budget_id), budget_id, "{k}:1")
     life: Any = await call("PTTL", mark)
     assert 0 < life <= 5000
+    await budgets.update_budget_limits(budget_id, BudgetChange(dedup_ttl_ms=90_000))
+    await budgets.report_usage_admin(budget_id, {"a": 1}, dedup_key="later")
+    life = await call("PTTL", keys.usage_mark(tag_of(engine, budget_id), budget_id, "later"))
+    assert 80_000 < life <= 90_000
 
 
 async def test_a_mark_lives_for_a_day(engine: Engine) -> None:

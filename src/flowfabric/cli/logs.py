@@ -16,7 +16,7 @@ from flowfabric.core.errors import ConfigError
 from flowfabric.core.forks import forget_on_fork
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.text import clock, compact_ids
-from flowfabric.engine.layers.audit import ends
+from flowfabric.engine.layers.audit import audit_log, ends
 from flowfabric.server.error_reports import start_error_reports
 
 Level = Literal["debug", "info", "warning", "error"]
@@ -28,6 +28,8 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 _COMPLETE = ("flowfabric.sdk.", "flowfabric.app.", "flowfabric.engine.outage", "flowfabric.cli.")
 """Loggers whose messages say all that people need; their fields are for machines."""
 _TASK = "flowfabric.task."
+_TARGETS = {audit_log.name: "audit"}
+"""Loggers that have another name for those who read the records (10 §8)."""
 _COLOURS = {"DEBUG": "90", "INFO": "36", "WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}
 
 
@@ -196,7 +198,7 @@ class JsonFormatter(logging.Formatter):
         content = {
             "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
-            "target": record.name,
+            "target": _TARGETS.get(record.name, record.name),
             "message": record.getMessage(),
             **self._label,
             **_fields(record),

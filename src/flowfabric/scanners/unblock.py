@@ -7,7 +7,9 @@ what that missed: a process that ended in between, or a limit that time opened.
 from collections.abc import Sequence
 from heapq import nsmallest
 
+from flowfabric.core.contracts.budgets import Exhausted
 from flowfabric.core.errors import EngineError, NotFoundError
+from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api.admission import FOR_BUDGET, FOR_QUOTA, BlockedExecution, headroom_of
 from flowfabric.engine.api.upkeep import Index
 from flowfabric.scanners.base import Cycle
@@ -64,7 +66,7 @@ class _Pass:
 
     def __init__(self, cycle: Cycle) -> None:
         self._cycle = cycle
-        self._open: dict[str, bool] = {}
+        self._budgets: dict[str, Exhausted | EngineError | None] = {}
         self._room: dict[str, int | None] = {}
         self._waiting: dict[str, list[BlockedExecution]] = {}
         self._now_ms: int | None = None
@@ -92,16 +94,28 @@ class _Pass:
         return True
 
     async def _check_budgets(self, tag: str, found: Sequence[BlockedExecution]) -> int:
-        named = {budget for each in found for budget in each.budget_ids} - self._open.keys()
+        budgets = self._cycle.backend.budgets
+        named = {budget for each in found for budget in each.budget_ids} - self._budgets.keys()
         if named:
-            for budget, answer in (await self._cycle.backend.budgets.exhausted(named)).items():
-                self._open[budget] = answer is None
+            for budget, answer in (await budgets.exhausted(named)).items():
+                self._budgets[budget] = answer
                 if isinstance(answer, EngineError):
                     self._cycle.failed("could not read a budget", answer, budget_id=budget)
-        free = [each for each in found if all(self._open[budget] for budget in each.budget_ids)]
+        free: list[BlockedExecution] = []
+        waiting: dict[str, list[ExecutionId]] = {}
+        for each in found:
+            answers = (self._budgets[budget] for budget in each.budget_ids)
+            closed = next((answer for answer in answers if answer is not None), None)
+            if closed is None:
+                free.append(each)
+            elif isinstance(closed, Exhausted):
+                waiting.setdefault(closed.budget_id, []).append(each.execution_id)
+        for budget, ids in waiting.items():
+            # The process that blocked them may have died before it noted them.
+            await budgets.note_blocked(budget, ids)
         for each in free:
             for budget in each.budget_ids:
-                await self._cycle.backend.budgets.forget_blocked(budget, [each.execution_id])
+                await budgets.forget_blocked(budget, [each.execution_id])
         return await self._release(tag, free, FOR_BUDGET)
 
     async def _check_quotas(self, tag: str, found: Sequence[BlockedExecution]) -> int:
@@ -142,15 +156,15 @@ class _Pass:
         """Release as many as each policy admits: by priority, then the oldest."""
         for policy, waiting in self._waiting.items():
             best = nsmallest(self._room[policy] or 0, waiting, key=_place)
+            with self._cycle.surviving("could not update the waiting list", quota_id=policy):
+                ids = [each.execution_id for each in best]
+                await self._cycle.backend.quotas.forget_blocked(policy, ids)
             by_tag: dict[str, list[BlockedExecution]] = {}
             for each in best:
                 by_tag.setdefault(each.execution_id.tag, []).append(each)
             for tag, some in by_tag.items():
                 with self._cycle.surviving("could not unblock", partition=tag):
                     await self._release(tag, some, FOR_QUOTA)
-            with self._cycle.surviving("could not update the waiting list", quota_id=policy):
-                ids = [each.execution_id for each in best]
-                await self._cycle.backend.quotas.forget_blocked(policy, ids)
 
     async def _release(self, tag: str, some: Sequence[BlockedExecution], reason: str) -> int:
         if not some:

@@ -68,13 +68,15 @@ class BudgetCalls:
         mode: str = "strict",
         on_hard_limit: str = "fail",
         on_soft_limit: str = "warn",
+        dedup_ttl: Duration = "24h",
         scope: tuple[str, str] | None = None,
     ) -> contracts.CreateBudgetOutcome:
         """Create a budget under a name or a UUID. An existing budget is not changed.
 
         `hard` and `soft` are limits by dimension. `every` resets usage to 0 at a
         fixed interval. `on_hard_limit` is what happens to a task that exceeds a hard limit: `fail`,
-        `suspend` or `reject`.
+        `suspend` or `reject`. `dedup_ttl` is how long the budget remembers dedup keys, at most 7
+        days.
 
         >>> await client.create_budget("team", {"tokens": 1_000_000}, every="24h")
         """
@@ -93,6 +95,7 @@ class BudgetCalls:
             dimensions=names,
             hard_limits=tuple(limits["hard"].get(name, 0) for name in names),
             soft_limits=tuple(limits["soft"].get(name, 0) for name in names),
+            dedup_ttl_ms=to_ms(dedup_ttl, "dedup_ttl"),
         )
         return await self.backend.budgets.create_budget(new)
 
@@ -126,6 +129,7 @@ class BudgetCalls:
         mode: str | None = None,
         on_hard_limit: str | None = None,
         on_soft_limit: str | None = None,
+        dedup_ttl: Duration | None = None,
     ) -> contracts.BudgetUpdated:
         """Change limits or settings. Usage and what you do not pass stay unchanged.
 
@@ -139,6 +143,7 @@ class BudgetCalls:
             enforcement_mode=mode,
             on_hard_limit=on_hard_limit,
             on_soft_limit=on_soft_limit,
+            dedup_ttl_ms=None if dedup_ttl is None else to_ms(dedup_ttl, "dedup_ttl"),
         )
         return await self.backend.budgets.update_budget_limits(self._budget_id(budget), change)
 

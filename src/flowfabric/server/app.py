@@ -200,6 +200,10 @@ def failure(error: Exception, request_id: str, template: str, subject: str = "")
         extra = {"action": "backend_fault", "kind": error.kind, "context": template}
         extra |= {"request_id": request_id}
         log.error("%s: %s", template, error.error, extra=extra)
+    elif error.rejects_body and log.isEnabledFor(logging.DEBUG):
+        extra = {"action": "body_rejected", "kind": error.kind, "detail": error.detail}
+        extra |= {"context": template, "request_id": request_id}
+        log.debug("%s: %s", template, error.error, extra=extra)
     return Reply(
         error.status,
         encode(error.body(request_id)),

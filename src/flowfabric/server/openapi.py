@@ -115,7 +115,8 @@ class _Schemas:
             return {"const": name}
         properties: dict[str, Any] = dict(self.components[outcome.__name__]["properties"])
         properties |= {each: {"type": "string"} for each in among.texts if each in fields}
-        sent: dict[str, Any] = {"type": "object", "required": fields}
+        always = [each for each in fields if each not in among.optional]
+        sent: dict[str, Any] = {"type": "object", "required": always}
         sent["properties"] = {each: properties[each] for each in fields}
         return {"type": "object", "required": [name], "properties": {name: sent}}
 

@@ -30,6 +30,8 @@ class Problem(Exception):
 
     is_fault = True
     """Whether a status of 500 or higher belongs in the log."""
+    rejects_body = False
+    """Whether the body of the request cannot be read."""
 
     def __init__(
         self,
@@ -160,7 +162,9 @@ def not_json(status: int, detail: str = "", code: str = "invalid_input") -> Prob
     """A body that cannot be read: 415, 400 or 422."""
     if status == _OTHER_TYPE:
         detail = "content-type: must be application/json"
-    return Problem(code, detail, status=status, error=f"invalid JSON: {_PHRASES[status]}")
+    problem = Problem(code, detail, status=status, error=f"invalid JSON: {_PHRASES[status]}")
+    problem.rejects_body = True
+    return problem
 
 
 def bad_path_id(name: str, problem: str) -> Problem:

@@ -20,13 +20,17 @@ class Variants(msgspec.Struct, frozen=True):
     outcomes: tuple[type[NamedOutcome[Any]], ...]
     omit: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
 
 
 def variants(
-    *outcomes: type[NamedOutcome[Any]], omit: tuple[str, ...] = (), texts: tuple[str, ...] = ()
+    *outcomes: type[NamedOutcome[Any]],
+    omit: tuple[str, ...] = (),
+    texts: tuple[str, ...] = (),
+    optional: tuple[str, ...] = (),
 ) -> Variants:
-    """One of these results, without some of their fields, and with numbers sent as text."""
-    return Variants(outcomes, omit, texts)
+    """One of these results: fields left out always or sometimes, and numbers sent as text."""
+    return Variants(outcomes, omit, texts, optional)
 
 
 class Listed(msgspec.Struct, frozen=True):

@@ -109,6 +109,9 @@ async def _create(
     warn_only: Annotated[
         bool, flag("--warn-only", "Report exceeded hard limits, but refuse nothing.")
     ] = False,
+    dedup_ttl: Annotated[
+        float, options.duration("How long to remember the dedup keys of reports.", "1ms", "7d")
+    ] = 86_400.0,
 ) -> None:
     """Create a budget. An existing budget is not changed."""
     async with open_backend(target, create=True) as backend:
@@ -119,6 +122,7 @@ async def _create(
             every=every,
             on_hard_limit=on_hard_limit,
             mode="warn" if warn_only else "strict",
+            dedup_ttl=dedup_ttl,
         )
     fields: dict[str, object] = {"budget_id": made.budget_id, "outcome": made.kind}
     text = "created"

@@ -12,6 +12,10 @@ NAMED = "name"
 """The scope of budgets that were created under a name, which is the scope's id."""
 
 
+DEDUP_TTL_MS = 86_400_000
+"""How long a dedup key is remembered by default: 24 hours."""
+
+
 class NewBudget(msgspec.Struct, frozen=True, kw_only=True):
     """A budget to create. It limits only executions that name it.
 
@@ -40,8 +44,8 @@ class NewBudget(msgspec.Struct, frozen=True, kw_only=True):
     hard_limits: tuple[int, ...] = ()
     """One per dimension; 0 for no limit."""
     soft_limits: tuple[int, ...] = ()
-    dedup_ttl_ms: int | None = None
-    """How long a dedup key is remembered: by default 24 hours, at most 7 days."""
+    dedup_ttl_ms: int = DEDUP_TTL_MS
+    """How long a dedup key is remembered; at most 7 days."""
 
 
 class BudgetChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +57,8 @@ class BudgetChange(msgspec.Struct, frozen=True, kw_only=True):
     enforcement_mode: str | None = None
     on_hard_limit: str | None = None
     on_soft_limit: str | None = None
+    dedup_ttl_ms: int | None = None
+    """How long keys of later calls are remembered; those before keep their time."""
 
 
 class BudgetCreated(NamedOutcome[Literal["created"]], frozen=True):
@@ -142,6 +148,8 @@ class BudgetStatus(msgspec.Struct, frozen=True, kw_only=True):
     on_hard_limit: str
     on_soft_limit: str
     reset_interval_ms: int
+    dedup_ttl_ms: int
+    """How long a dedup key is remembered."""
     usage: Mapping[str, int]
     """By dimension; empty before the first report."""
     reserved: Mapping[str, int]

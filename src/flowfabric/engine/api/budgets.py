@@ -111,8 +111,7 @@ def check_new_budget(item: contracts.NewBudget) -> contracts.NewBudget:
         raise invalid_input("dimensions", "names a dimension twice")
     _check_words(msgspec.structs.asdict(new))
     check.whole(new.reset_interval_ms, "reset_interval_ms", 0)
-    if new.dedup_ttl_ms is not None:
-        check.whole(new.dedup_ttl_ms, "dedup_ttl_ms", 1, MAX_DEDUP_MS)
+    check.whole(new.dedup_ttl_ms, "dedup_ttl_ms", 1, MAX_DEDUP_MS)
     return new
 
 
@@ -129,6 +128,8 @@ def check_change(change: contracts.BudgetChange) -> dict[str, str | int]:
     _check_words(given)
     if "reset_interval_ms" in given:
         check.whole(given["reset_interval_ms"], "reset_interval_ms", 0)
+    if "dedup_ttl_ms" in given:
+        check.whole(given["dedup_ttl_ms"], "dedup_ttl_ms", 1, MAX_DEDUP_MS)
     found |= given
     if not found:
         raise invalid_input("change", "is empty; pass at least one limit or setting")

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
+import msgspec
+
 from flowfabric.core.contracts.executions import Cancelled, Completed, TerminalFailed
 from flowfabric.core.contracts.leases import Claim, ClaimedMany, Handle, ReclaimCapExceeded
 from flowfabric.core.contracts.suspension import RotationSummary
@@ -38,12 +40,13 @@ _OPERATOR_CALLS = {
     "suspensions": ("resume_execution",),
     "budgets": (
         *("create_budget", "update_budget_limits", "reset_budget", "delete_budget"),
-        "report_usage_admin",
+        *("report_usage_admin", "record_spend", "release_budget"),
     ),
+    "flows": ("cancel_flow", "replay_flow", "delete_flow", "release_flow"),
     "lanes": ("set_lane_state", "set_lane_config"),
     "leases": ("revoke_lease",),
     "quotas": ("create_quota_policy", "update_quota_policy"),
-    "workers": ("drain_worker",),
+    "workers": ("drain_worker", "mark_worker_dead"),
     "waitpoints": ("close_waitpoint",),
     "signals": ("deliver_approval_signal", "read_waitpoint_token"),
     "secrets": (
@@ -73,13 +76,21 @@ _TIMED_OUT = {
 _FIELDS = (
     *("source", "lane_id", "reason", "revoked_by", "requested_by", "new_priority", "state"),
     *("failure_category", "signal_name", "waitpoint_id", "decided_by", "trigger_type"),
-    *("worker_id", "worker_instance_id", "priority_weight_ms", "reclaim_grace_ms"),
+    *("worker_id", "worker_instance_id", "revoke_leases", "timeout_ms"),
+    *("priority_weight_ms", "reclaim_grace_ms"),
     *("placement", "shards", "emit_renewals"),
     *("partition", "kid", "new_kid", "grace_ms", "reason_detail", "expected_blocking_reason"),
+    *("flow_id", "cancellation_policy", "failed_only"),
     *("budget_id", "force", "dimensions", "deltas", "quota_policy_id"),
+    *("hard_limits", "soft_limits", "reset_interval_ms", "dedup_ttl_ms"),
+    *("scope_type", "scope_id", "enforcement_mode", "on_hard_limit", "on_soft_limit"),
     *("window_seconds", "max_requests_per_window", "max_concurrent", "jitter_ms"),
 )
 """Arguments that are logged; all others stay out of the record."""
+_STRUCTS = ("budget", "change")
+"""Arguments of which the fields are logged."""
+_GOODBYE = {"reason": "shutdown", "revoke_leases": False}
+"""How a worker that stops says so itself (11 §3), with the call that operators have, too."""
 _RECLAIMS_PER_WARNING = 100
 _caller: ContextVar[str] = ContextVar("flowfabric_caller", default="")
 
@@ -161,7 +172,7 @@ def _logged(method: Method, *, by_people: bool = False) -> Method:
             return await method(*args, **options)
         given = bind(*args, **options)
         override = given.get("source") == _OVERRIDE
-        by_operator = given.get("handle") is None if by_people else override
+        by_operator = _by_operator(op, given) if by_people else override
         try:
             outcome: object = await method(*args, **options)
         except EngineError as error:
@@ -177,6 +188,12 @@ def _logged(method: Method, *, by_people: bool = False) -> Method:
         return outcome
 
     return call
+
+
+def _by_operator(op: str, given: Mapping[str, Any]) -> bool:
+    if op == "mark_worker_dead":
+        return not given.items() >= _GOODBYE.items()
+    return given.get("handle") is None
 
 
 def _batch_logged(method: Method) -> Method:
@@ -272,7 +289,11 @@ def _details(outcome: object) -> dict[str, Any]:
 
 
 def _log_operator(op: str, given: Mapping[str, Any], code: str, **details: Any) -> None:
-    fields = {name: given[name] for name in _FIELDS if given.get(name) not in (None, "")}
+    known = dict(given)
+    for name in _STRUCTS:
+        if isinstance(value := given.get(name), msgspec.Struct):
+            known |= msgspec.structs.asdict(value)
+    fields = {name: known[name] for name in _FIELDS if known.get(name) not in (None, "")}
     who = caller()
     extra = {"action": "operator_call", "op": op, "code": code, "caller": who}
     extra |= {**_subject(given), **fields, **details}

@@ -192,13 +192,13 @@ class ValkeyAdmission(AdmissionControl):
         return [each for each in found if each is not None]
 
     async def open_budget(self, budget_id: str) -> int:
-        if (await self._budgets.exhausted([budget_id]))[budget_id] is not None:
-            return 0
         released = 0
-        while page := await self._budgets.blocked(budget_id, limit=_PAGE):
-            released += await self._release(page, FOR_BUDGET)
-            if not await self._budgets.forget_blocked(budget_id, page):
+        while (await self._budgets.exhausted([budget_id]))[budget_id] is None:
+            page = await self._budgets.blocked(budget_id, limit=_PAGE)
+            # Before the release: whoever holds one of them back again afterwards notes it anew.
+            if not page or not await self._budgets.forget_blocked(budget_id, page):
                 break
+            released += await self._release(page, FOR_BUDGET)
         return released
 
     async def open_quota(self, quota_policy_id: str) -> int | None:
@@ -224,8 +224,8 @@ class ValkeyAdmission(AdmissionControl):
             page = await self._quotas.blocked(quota_policy_id, min(headroom, _PAGE))
             if not page.entries:
                 return False
-            headroom -= await self._release(page.entries, FOR_QUOTA)
             await self._quotas.forget_blocked(quota_policy_id, page.entries)
+            headroom -= await self._release(page.entries, FOR_QUOTA)
         return True
 
     async def _let_go_in_time(self, quota_policy_id: str, headroom: int) -> int | None:
@@ -242,8 +242,8 @@ class ValkeyAdmission(AdmissionControl):
             times = await self._retry_times(page.entries)
             ahead += [at for at in times.values() if at > now]
             due += [each for each in page.entries if times.get(each, 0) <= now]
-        await self._release(due[:headroom], FOR_QUOTA)
         await self._quotas.forget_blocked(quota_policy_id, due[:headroom])
+        await self._release(due[:headroom], FOR_QUOTA)
         if cursor is not None or len(due) > headroom:
             return _SOON_MS
         return min(ahead) - now if ahead else None

@@ -44,6 +44,11 @@ def release_outcome(reply: list[Any]) -> contracts.ReleaseOutcome:
     return "noop" if reply[2] == b"noop" else "released"
 
 
+def _amounts(pairs: Sequence[Any]) -> dict[str, int]:
+    names, amounts = pairs[::2], pairs[1::2]
+    return {text(name): int(amount) for name, amount in zip(names, amounts, strict=True)}
+
+
 def _breach(reply: list[Any]) -> contracts.SoftBreach | contracts.HardBreach:
     kind, dimension, current, limit, action, *held = reply[2:]
     fields = (text(dimension), int(current), int(limit), text(action))
@@ -104,7 +109,7 @@ class BudgetHolds:
         *,
         ttl_ms: int | None = None,
     ) -> contracts.ReserveOutcome:
-        holder, held = check.handle(handle), api.amounts(deltas, "deltas", low=1)
+        holder, asked = check.handle(handle), api.amounts(deltas, "deltas", low=1)
         key = api.check_key(reservation_id, "reservation_id", required=True)
         ttl = "" if ttl_ms is None else check.positive_ms(ttl_ms, "ttl_ms")
         self._tag(budget_id)
@@ -119,10 +124,10 @@ class BudgetHolds:
 
         def reserved(reply: list[Any]) -> contracts.ReserveOutcome:
             if reply[2] == b"reserved":
-                return contracts.Reserved(key, held)
+                return contracts.Reserved(key, _amounts(reply[3:]))
             return _breach(reply)
 
-        pairs = (part for pair in held.items() for part in pair)
+        pairs = (part for pair in asked.items() for part in pair)
         lease = (holder.execution_id, holder.lease_epoch, expires_at)
         args = (key, *lease, ttl, *pairs)
         return await self._once("ff_budget_reserve", budget_id, args, reserved, op="reserve")

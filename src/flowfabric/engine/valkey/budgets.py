@@ -55,8 +55,7 @@ class ValkeyBudgets(BudgetHolds, api.Budgets):
         limits = zip(new.dimensions, new.hard_limits, new.soft_limits, strict=True)
         args: list[Arg] = [
             *(new.scope_type, new.scope_id, new.enforcement_mode, new.on_hard_limit),
-            *(new.on_soft_limit, new.reset_interval_ms),
-            "" if new.dedup_ttl_ms is None else new.dedup_ttl_ms,
+            *(new.on_soft_limit, new.reset_interval_ms, new.dedup_ttl_ms),
             *(part for each in limits for part in each),
         ]
 
@@ -371,6 +370,7 @@ def _status(budget_id: str, row: Any) -> contracts.BudgetStatus | None:
         on_hard_limit=stored.text("on_hard_limit", "fail"),
         on_soft_limit=stored.text("on_soft_limit", "warn"),
         reset_interval_ms=stored.number("reset_interval_ms", 0),
+        dedup_ttl_ms=stored.number("dedup_ttl_ms"),
         usage=numbers(usage),
         reserved=numbers(reserved),
         hard_limits=numbers(limits, "hard:"),

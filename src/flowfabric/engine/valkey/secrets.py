@@ -106,7 +106,11 @@ class ValkeySecrets(api.Secrets):
             )
 
         tag = self._tag(partition)
-        return await self._calls.ask("ff_rotate_secret", tag, args, rotated, op="rotate")
+        rotation = await self._calls.ask("ff_rotate_secret", tag, args, rotated, op="rotate")
+        if rotation.status == "rotated" and log.isEnabledFor(logging.DEBUG):
+            extra = {"action": "waitpoint_hmac_rotated", "partition": partition, "new_kid": kid}
+            log.debug("The waitpoint secret of partition %d was rotated", partition, extra=extra)
+        return rotation
 
     async def rotate_waitpoint_hmac_secret_all(
         self, new_kid: str, new_secret_hex: str, grace_ms: int = _GRACE_MS

@@ -1,8 +1,8 @@
 -- ff_budget_create: define a budget, once.
 -- Keys: budget, limits, budget_policies, budget_resets, usage mark.
 -- Arguments: budget_id, request id, scope_type, scope_id, enforcement_mode, on_hard_limit,
---   on_soft_limit, reset_interval_ms, dedup_ttl_ms or empty, then per dimension: name, hard limit,
---   soft limit.
+--   on_soft_limit, reset_interval_ms, dedup_ttl_ms, then per dimension: name, hard limit, soft
+--   limit.
 -- Replies: created | exists, whether it differs (0 | 1). Errors: corruption. Events: budget_created.
 local function settings_of(args)
   return { scope_type = args[3], scope_id = args[4], enforcement_mode = args[5],

@@ -2,9 +2,11 @@
 -- Keys: budget, limits, usage, reserved, holds, holders, hold_expiry, settled, usage mark.
 -- Arguments: budget_id, request id, reservation_id, execution_id, lease epoch, lease expiry (ms),
 --   ttl ms or empty, then per dimension: name, delta.
--- Replies: reserved | soft_breach, dimension, usage, limit, action | hard_breach, dimension, usage,
---   limit, action, reserved. Errors: budget_not_found, invalid_input, corruption.
--- Events: budget_breached.
+-- Replies: reserved, then per dimension: name, held | soft_breach, dimension, usage, limit, action |
+--   hard_breach, dimension, usage, limit, action, reserved.
+-- Errors: budget_not_found, invalid_input, corruption. Events: budget_breached.
+local FIRST = 8
+
 local function first_soft(spend, limits, usage, reserved)
   for _, name in ipairs(spend.names) do
     local soft = limits['soft:' .. name] or 0
@@ -12,13 +14,14 @@ local function first_soft(spend, limits, usage, reserved)
   end
 end
 
-local function answer_to(b, spend, limits, usage, reserved, above)
+local function answer_to(b, args, spend, limits, usage, reserved, above)
   if above then
     budgets.breach(b, above, usage[above] or 0, limits['hard:' .. above])
     return budgets.soft_breach(b, above, usage[above] or 0, limits['hard:' .. above])
   end
   local soft, limit = first_soft(spend, limits, usage, reserved)
-  if not soft then return reply.ok('reserved') end
+  -- With the amounts: a repeat that asks for others gets what is held.
+  if not soft then return reply.ok('reserved', unpack(args, FIRST)) end
   budgets.set(b, 'soft_breach_count', values.text(budgets.number(b, 'soft_breach_count') + 1))
   return budgets.soft_breach(b, soft, usage[soft] or 0, limit)
 end
@@ -31,7 +34,7 @@ budgets.register_function('ff_budget_reserve', function(b, args)
   end
   before = before or budgets.ended_hold(b, id)
   if before then return before.answer end
-  local spend, limits, usage = budgets.spend(args, 8), budgets.limits(b), budgets.usage(b)
+  local spend, limits, usage = budgets.spend(args, FIRST), budgets.limits(b), budgets.usage(b)
   local reserved = budgets.reserved(b)
   local above = budgets.first_above(b, spend, limits, usage, reserved)
   if budgets.stops(b, above, spend, usage) then
@@ -45,7 +48,7 @@ budgets.register_function('ff_budget_reserve', function(b, args)
   local hold = { id = id, execution_id = execution_id, epoch = tonumber(args[5]),
     deltas = spend.deltas, latest = ttl and clock.after(b.now, ttl) or clock.END }
   hold.expires_at = budgets.hold_end(hold, tonumber(args[6]))
-  hold.answer = answer_to(b, spend, limits, usage, reserved, above)
+  hold.answer = answer_to(b, args, spend, limits, usage, reserved, above)
   budgets.store_hold(b, hold)
   budgets.set(b, 'last_updated_at', values.text(b.now))
   return hold.answer

@@ -1,7 +1,6 @@
 -- Budgets. One is a hash with its definition and, under the same hash tag, its limits, its usage,
 -- what is held of it, and who holds it. Dimensions are at most 64 per hash, so each is read whole.
 
-local DEDUP_MS = 86400000
 -- How long the answer to a call is kept, for a repeat after a lost reply.
 local ANSWER_MS = 60000
 local BREACH_EVENT_MS = 60000
@@ -50,7 +49,7 @@ function budgets.part(b, part) return K.budget_part(b.tag, b.id, part) end
 function budgets.limits(b) return numbers(b, 'limits') end
 function budgets.usage(b) return numbers(b, 'usage') end
 function budgets.reserved(b) return numbers(b, 'reserved') end
-function budgets.dedup_ms(b) return b.def.dedup_ttl_ms and budgets.number(b, 'dedup_ttl_ms') or DEDUP_MS end
+function budgets.dedup_ms(b) return budgets.number(b, 'dedup_ttl_ms') end
 -- A ledger belongs to the time between two resets.
 function budgets.period(b) return b.def.incarnation .. '/' .. (b.def.reset_count or '0') end
 

@@ -31,6 +31,7 @@ class CreateBudget(msgspec.Struct, frozen=True, kw_only=True):
     dimensions: list[str]
     hard_limits: list[U64]
     soft_limits: list[U64]
+    dedup_ttl_ms: U64 = budgets.DEDUP_TTL_MS
 
 
 @routes.post(
@@ -38,7 +39,7 @@ class CreateBudget(msgspec.Struct, frozen=True, kw_only=True):
     scope="operate",
     answers={
         201: variants(budgets.BudgetCreated),
-        200: variants(budgets.BudgetExists, omit=("differs",)),
+        200: variants(budgets.BudgetExists, optional=("differs",)),
     },
 )
 async def create_budget(call: Call[CreateBudget, NoQuery]) -> Reply:
@@ -48,8 +49,14 @@ async def create_budget(call: Call[CreateBudget, NoQuery]) -> Reply:
     for name in ("dimensions", "hard_limits", "soft_limits"):
         fields[name] = tuple(fields[name])
     outcome = await call.backend.budgets.create_budget(budgets.NewBudget(**fields))
-    created = isinstance(outcome, budgets.BudgetCreated)
-    return answer(variant(outcome, "differs"), 201 if created else 200)
+    if isinstance(outcome, budgets.BudgetCreated):
+        return answer(variant(outcome), 201)
+    return answer(_existing(outcome))
+
+
+def _existing(outcome: budgets.BudgetExists | quotas.QuotaExists) -> Any:
+    """It says `differs` only if it does: a repeat of the same call has the shape of 10 §3.5."""
+    return variant(outcome) if outcome.differs else variant(outcome, "differs")
 
 
 class BudgetsQuery(PageQuery, frozen=True, kw_only=True):
@@ -132,6 +139,7 @@ class UpdateBudget(msgspec.Struct, frozen=True, kw_only=True):
     enforcement_mode: str | None = None
     on_hard_limit: str | None = None
     on_soft_limit: str | None = None
+    dedup_ttl_ms: U64 | None = None
 
 
 def _check_any(fields: dict[str, Any]) -> None:
@@ -178,15 +186,16 @@ class CreateQuota(msgspec.Struct, frozen=True, kw_only=True):
     scope="operate",
     answers={
         201: variants(quotas.QuotaCreated),
-        200: variants(quotas.QuotaExists, omit=("differs",)),
+        200: variants(quotas.QuotaExists, optional=("differs",)),
     },
 )
 async def create_quota(call: Call[CreateQuota, NoQuery]) -> Reply:
     """Create a quota. An existing quota keeps its limits."""
     call.require_all_namespaces()
     outcome = await call.backend.quotas.create_quota_policy(**struct(call.body))
-    created = isinstance(outcome, quotas.QuotaCreated)
-    return answer(variant(outcome, "differs"), 201 if created else 200)
+    if isinstance(outcome, quotas.QuotaCreated):
+        return answer(variant(outcome), 201)
+    return answer(_existing(outcome))
 
 
 @routes.get("/v1/quotas", scope="read", answers={200: Listed("quotas", quotas.QuotaStatus)})
