@@ -101,7 +101,7 @@ async def test_a_misspelt_action_dimension_or_name(cli: Cli) -> None:
     assert "expected one of fail, suspend, reject, got 'suspnd'" in refused.err
     await cli(*create)
     raised = await cli("budget", "raise", "team", "tokenz=20")
-    assert "did not limit tokenz before, only tokens" in raised.out
+    assert "tokenz had no limit before; check the name. Other limits: tokens" in raised.out
     assert "before" not in (await cli("budget", "raise", "team", "tokens=20")).out
     missing = await cli("budget", "show", "tem")
     assert "budget_not_found: tem" in missing.err

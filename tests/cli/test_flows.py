@@ -392,7 +392,7 @@ async def test_what_was_given_up_is_shown_and_tried_again(cli: Cli, engine: Engi
     findings: Any = (await cli("doctor", "--json")).objects[0]
     (found,) = [each for each in findings["checks"] if each["name"] == "flows"]
     assert found["grade"] == "broken"
-    assert f"1 step set aside, such as an edge of flow {flow.flow_id}" in found["detail"]
+    assert f"1 update failed too often, such as an edge of flow {flow.flow_id}" in found["detail"]
     assert "flowfabric flow retry" in found["advice"]
     again = await cli("flow", "retry", "--json")
     assert (again.code, again.error["code"]) == (1, "retry_failed")
@@ -401,7 +401,7 @@ async def test_what_was_given_up_is_shown_and_tried_again(cli: Cli, engine: Engi
     for _ in range(2):
         await engine.backend.flows.drain_cascade(flow.nodes["a"].partition)
     assert await flow.state("b") == "waiting"
-    assert "no steps to do" in (await cli("doctor")).out
+    assert "no queued updates" in (await cli("doctor")).out
 
 
 async def test_show_of_a_member_names_its_flow_and_its_open_upstreams(

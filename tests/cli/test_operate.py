@@ -157,7 +157,7 @@ async def test_a_rotation_that_did_not_finish(cli: Cli, waits: Waits, tmp_path: 
 @pytest.mark.parametrize(
     ("kid", "secret", "said"),
     [
-        ("k2", None, "error: missing_secret: your own Valkey needs a file to keep the new"),
+        ("k2", None, "error: missing_secret: --secret-file is required unless the Valkey is"),
         ("k2", " ", "error: missing_secret: "),
         ("k2", "xyz", "error: invalid_secret_hex: "),
         ("no kid", NEW_SECRET, "error: invalid_kid: "),

@@ -53,7 +53,7 @@ def test_a_limit_is_set_shown_changed_and_removed(
     # The token itself stays as it is.
     assert Tokens(path=file).identify(f"Bearer {made}".encode()) is not None
     tokens.limit("ci", file=file)
-    assert capsys.readouterr().out == "ci is without a limit.\n"
+    assert capsys.readouterr().out == "ci is not limited.\n"
     with pytest.raises(ConfigError, match="rate_per_s must be above 0"):
         tokens.limit("ci", rate=0, file=file)
     with pytest.raises(CliError, match="there is no token"):

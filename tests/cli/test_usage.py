@@ -64,9 +64,37 @@ async def test_it_is_a_module_too(bare: Cli) -> None:
     assert done.stdout == f"flowfabric {__version__}\n"
 
 
-async def test_help_cuts_no_summary_and_shows_no_types(bare: Cli) -> None:
-    listed = (await bare("--help", COLUMNS="80")).out.partition("Commands:")[2]
+GROUPS = [(), *((name,) for name in ("flow", "lane", "quota", "budget", "tokens", "admin"))]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+async def test_help_cuts_no_summary(bare: Cli, group: tuple[str, ...]) -> None:
+    listed = (await bare(*group, "--help", COLUMNS="80")).out.partition("Commands:")[2]
+    assert listed
     assert "..." not in listed
+
+
+@pytest.mark.parametrize("command", ["server", "dev"])
+async def test_commands_that_need_valkey_offer_no_other_address(bare: Cli, command: str) -> None:
+    assert "http://" not in (await bare(command, "--help")).out
+
+
+@pytest.mark.parametrize(
+    ("command", "default"),
+    [
+        (("ps",), "Use only this namespace. Default: all."),
+        (("submit",), "The namespace to use. Default: the application's, or `default`."),
+        (("budget", "show"), "The namespace to use. Default: the application's, or `default`."),
+    ],
+)
+async def test_help_names_the_default_namespace(
+    bare: Cli, command: tuple[str, ...], default: str
+) -> None:
+    done = await bare(*command, "--help", COLUMNS="120")
+    assert default in " ".join(done.out.split())
+
+
+async def test_help_shows_no_types(bare: Cli) -> None:
     usage = {name: (await bare(name, "--help")).out for name in ("cancel", "show", "signal")}
     assert usage["cancel"].startswith("Usage: flowfabric cancel [OPTIONS] [ID]...\n")
     assert usage["show"].startswith("Usage: flowfabric show [OPTIONS] ID\n")

@@ -44,7 +44,8 @@ resume     From signal to resumed handler on an idle worker, one at a time.
 stream     Stored frames per second of one task and of ten. The time until a
            reader has a frame, with 1 and with 100 readers. How much 100
            waiting readers slow down other calls.
-tokens     Tries n waitpoint tokens that are forged, cut, altered or misplaced.
+tokens     Sends signals with n forged, truncated or altered waitpoint tokens, or
+           tokens of other waitpoints. All of them must be refused.
 chain      Submits one flow of ten members at a time to an idle worker and waits
            until it has finished, n / 10 times. Then submits n flows while the
            worker runs them: n / total time.
@@ -72,7 +73,7 @@ fairness   Time from submit to handler start of n executions in one namespace, o
 
 def bench(
     scenario: Annotated[
-        Scenario | None, typer.Argument(show_default=False, help="Without one, lists them.")
+        Scenario | None, typer.Argument(show_default=False, help="Without it, lists all scenarios.")
     ] = None,
     *,
     n: Annotated[

@@ -116,10 +116,19 @@ _URL = (
     "The address of Valkey or of a FlowFabric server, such as valkey://host:port, unix://path or "
     "http://host:9090. Overrides FF_URL."
 )
+_VALKEY_URL = "The address of Valkey, such as valkey://host:port or unix://path. Overrides FF_URL."
 Url = Annotated[str | None, value("URL", _URL, "--url", parser=partial(checked, _check_url))]
+ValkeyUrl = Annotated[
+    str | None, value("URL", _VALKEY_URL, "--url", parser=partial(checked, _check_url))
+]
 parse_namespace = partial(checked, validate_namespace)
+_namespace = partial(value, "NAME", parser=parse_namespace)
 Namespace = Annotated[
-    str | None, value("NAME", "Use only this namespace.", "--namespace", parser=parse_namespace)
+    str | None, _namespace("The namespace to use. The default depends on the command.")
+]
+AnyNamespace = Annotated[str | None, _namespace("Use only this namespace. Default: all.")]
+OneNamespace = Annotated[
+    str | None, _namespace("The namespace to use. Default: the application's, or `default`.")
 ]
 parse_lane = partial(checked, validate_lane)
 Lane = Annotated[str | None, value("NAME", "Only this lane.", parser=parse_lane)]
@@ -131,7 +140,8 @@ Limit = Annotated[int, value("N", "Show at most N executions.", min=1)]
 Payload = Annotated[
     bytes | None, value("JSON", "The payload: JSON, @file, or - for stdin.", parser=read_payload)
 ]
-By = Annotated[str | None, value("NAME", "Who makes the change. Default: your user name.", "--as")]
+_BY = "Your name, to store with the change. Default: your user name."
+By = Annotated[str | None, value("NAME", _BY, "--as")]
 Yes = Annotated[bool, flag("--yes -y", "Do not ask for confirmation.")]
 DryRun = Annotated[bool, flag("--dry-run", "Count the executions, but change nothing.")]
 Json = Annotated[bool, flag("--json", "Print JSON.")]
@@ -151,6 +161,10 @@ class Target(msgspec.Struct, frozen=True):
         """Combine the options: those after the command override those before it."""
         before: Target = context.obj or Target()
         return cls(url or before.url, namespace or before.namespace, as_json)
+
+
+class Namespaced(Target, frozen=True):
+    """The target of a command that uses exactly one namespace."""
 
 
 class Deployment(Target, frozen=True):

@@ -11,7 +11,7 @@ from flowfabric.core.state import PublicState
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.reads import Filter
 
-_OLDER = "Only executions that finished (or, if unfinished, were created) longer ago."
+_OLDER = "Only executions that finished (if unfinished: were created) longer ago than this."
 STATES = [state.value for state in PublicState if state is not PublicState.RESUMABLE]
 
 

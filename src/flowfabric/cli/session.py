@@ -12,7 +12,7 @@ import typer
 
 from flowfabric.cli import options
 from flowfabric.cli.errors import CliError, UsageError
-from flowfabric.cli.options import Deployment, Target
+from flowfabric.cli.options import Deployment, Namespaced, Target
 from flowfabric.cli.selection import Selection, select
 from flowfabric.core.errors import EngineError, NotFoundError, ValidationError
 from flowfabric.core.ids import ExecutionId
@@ -41,7 +41,7 @@ def with_shared_options(run: Callable[..., Coroutine[Any, Any, None]]) -> Callab
     def start(
         context: typer.Context,
         *,
-        namespace: options.Namespace = None,
+        namespace: options.AnyNamespace = None,
         url: options.Url = None,
         as_json: options.Json = False,
         **given: Any,
@@ -54,6 +54,8 @@ def with_shared_options(run: Callable[..., Coroutine[Any, Any, None]]) -> Callab
     context, *shared, _ = inspect.signature(start).parameters.values()
     if target.annotation is Deployment:
         shared = [each for each in shared if each.name != "namespace"]
+    elif target.annotation is Namespaced:
+        shared[0] = shared[0].replace(annotation=options.OneNamespace)
     parameters = [context, *own, *shared]
     start.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     start.__doc__ = run.__doc__

@@ -38,13 +38,13 @@ _UNITS = {
     **dict.fromkeys("rR", "a member to reopen"),
     **dict.fromkeys("pPw", "a member to replay"),
 }
-"""The steps that the engine may set aside, by their letter."""
+"""The flow updates that may fail too often, by their letter."""
 
 
 def describe_unit(unit: str) -> str:
-    """A step that the engine set aside, for people."""
+    """A flow update that failed too often, for people."""
     kind, _, rest = unit.partition("|")
-    return f"{_UNITS.get(kind, 'a step')} of flow {rest.partition('|')[0]}"
+    return f"{_UNITS.get(kind, 'an update')} of flow {rest.partition('|')[0]}"
 
 
 class NewestFlows(msgspec.Struct, frozen=True):

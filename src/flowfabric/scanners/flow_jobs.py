@@ -65,10 +65,10 @@ class QueueScanner:
 
 
 class CascadeDrain(QueueScanner):
-    """Does what was too much for the calls that ended, released or replayed members.
+    """Continues updates that were too large for the calls that ended or changed members.
 
-    Retries steps that failed because a record is damaged. After some failures the engine sets a
-    step aside; this scanner reports it once.
+    Retries updates that failed because a record is damaged. After some failures the engine stops
+    retrying; this scanner reports it once.
     """
 
     def __init__(self) -> None:
@@ -78,10 +78,10 @@ class CascadeDrain(QueueScanner):
     async def scan(self, cycle: Cycle) -> None:
         new = sorted(cycle.territory.keys() - self._reported.keys())
         await super().scan(cycle)
-        # A process that takes over reports what was set aside before.
+        # A process that takes over reports what failed too often before.
         if new and await cycle.backend.upkeep.any_exists([Index(tag, _PARKED) for tag in new]):
             for tag in new:
-                with cycle.surviving("could not read the steps set aside", partition=tag):
+                with cycle.surviving("could not read failed updates", partition=tag):
                     await self._report_parked(cycle, tag)
         for tag in new:
             self._reported.setdefault(tag, set())
@@ -100,7 +100,7 @@ class CascadeDrain(QueueScanner):
         parked = await cycle.backend.upkeep.parked_units(tag)
         for unit in sorted(parked.keys() - self._reported.get(tag, set())):
             cycle.errors += 1
-            message = f"set {describe_unit(unit)} aside after several failures: {parked[unit]}"
+            message = f"stopped retrying {describe_unit(unit)}: {parked[unit]}"
             fields = {"item": unit, "partition": tag, "error": parked[unit]}
             report(logging.ERROR, self.name, "cascade_parked", message, **fields)
         self._reported[tag] = set(parked)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from flowfabric.cli import options
-from flowfabric.cli.options import Deployment, Target, argument, flag, value
+from flowfabric.cli.options import Deployment, Namespaced, Target, argument, flag, value
 from flowfabric.cli.session import NoDataYet, open_backend
 from flowfabric.cli.views.budgets import print_budget, print_budgets
 from flowfabric.cli.views.screen import print_json, print_result
@@ -75,8 +75,11 @@ async def budgets(target: Deployment) -> None:
         print_budgets(found)
 
 
-async def _show(target: Target, name: Name) -> None:
-    """Show one budget: usage, holds, limits, breaches and the next reset."""
+async def _show(target: Namespaced, name: Name) -> None:
+    """Show one budget with its usage, holds and limits.
+
+    Also shows breaches and the next reset.
+    """
     async with open_backend(target) as backend:
         status = await _Budgets(backend, target).budget(name)
         waiting = await backend.budgets.blocked(status.budget_id)
@@ -87,7 +90,7 @@ async def _show(target: Target, name: Name) -> None:
 
 
 async def _create(
-    target: Target,
+    target: Namespaced,
     name: Name,
     limits: Hard = None,
     *,
@@ -128,7 +131,7 @@ async def _create(
 
 
 async def _raise(
-    target: Target,
+    target: Namespaced,
     name: Name,
     limits: Annotated[
         list[str],
@@ -151,12 +154,12 @@ async def _raise(
     told = f"limits changed: {known}"
     if new and before.hard_limits:
         others = ", ".join(before.hard_limits)
-        told += f". The budget did not limit {', '.join(new)} before, only {others}"
+        told += f". {', '.join(new)} had no limit before; check the name. Other limits: {others}"
     fields = {"budget_id": status.budget_id, "hard_limits": status.hard_limits}
     print_result(fields, f"{name}  ", told, as_json=target.as_json)
 
 
-async def _reset(target: Target, name: Name) -> None:
+async def _reset(target: Namespaced, name: Name) -> None:
     """Reset all usage of a budget to 0. Executions that wait for it can then start."""
     async with open_backend(target) as backend:
         done = await _Budgets(backend, target).reset_budget(name)
@@ -169,7 +172,7 @@ async def _reset(target: Target, name: Name) -> None:
 
 
 async def _delete(
-    target: Target,
+    target: Namespaced,
     name: Name,
     *,
     force: Annotated[

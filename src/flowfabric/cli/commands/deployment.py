@@ -179,7 +179,7 @@ def _new_secret(file: str | None, *, embedded: bool) -> tuple[str, Path | None]:
     """The secret, and the file to write it to if it is new."""
     if file is None:
         if not embedded:
-            problem = "your own Valkey needs a file to keep the new secret in"
+            problem = "--secret-file is required unless the Valkey is embedded"
             hint = "pass --secret-file FILE; it is created if it does not exist"
             raise UsageError("missing_secret", problem, hint)
         return secrets_of_python.token_hex(_SECRET_BYTES), None
@@ -211,6 +211,6 @@ def _incomplete(summary: RotationSummary) -> CliError:
     return CliError(
         "rotation_incomplete",
         f"{plural(len(failed), 'partition')} not rotated ({listed}): {reason}",
-        "run the same command again, which is safe; if its name is taken, choose another KID",
+        "run the same command again, which is safe; if the key name is taken, pass another KID",
         *failed,
     )

@@ -69,7 +69,7 @@ def dev(
     log_level: Annotated[
         Level | None, value("LEVEL", "The lowest level to log: debug, info, warning or error.")
     ] = None,
-    url: options.Url = None,
+    url: options.ValkeyUrl = None,
 ) -> None:
     """Run an application and all it needs, for development.
 

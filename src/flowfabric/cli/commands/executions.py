@@ -180,7 +180,7 @@ async def replay(
     reason: Annotated[str, value("TEXT", "The reason to store with the new attempt.")] = "",
     expected_replay_count: Annotated[
         int | None,
-        value("N", "Replay only if it was replayed N times so far; safe to repeat.", min=0),
+        value("N", "Replay only if it has been replayed N times, so a repeat is safe.", min=0),
     ] = None,
     keep_steps: Annotated[bool, flag("--keep-steps", "Keep the stored results of steps.")] = False,
     by: options.By = None,

@@ -8,7 +8,15 @@ import typer
 
 from flowfabric.cli import options
 from flowfabric.cli.errors import CliError
-from flowfabric.cli.options import Deployment, Target, argument, duration, flag, value
+from flowfabric.cli.options import (
+    Deployment,
+    Namespaced,
+    Target,
+    argument,
+    duration,
+    flag,
+    value,
+)
 from flowfabric.cli.session import NoDataYet, open_backend
 from flowfabric.cli.views.lanes import STATE_STYLES, lane_row
 from flowfabric.cli.views.screen import Row, Screen, print_json, print_result
@@ -203,7 +211,7 @@ lane = {
 
 
 async def drain_worker(
-    target: Target,
+    target: Namespaced,
     instance: Annotated[str, argument("WORKER", "The worker, as `flowfabric workers` lists it.")],
     *,
     timeout: Annotated[

@@ -62,7 +62,10 @@ async def flows(
         str | None,
         _choice(_STATUSES, "Only this status: active, completed, failed or cancelled."),
     ] = None,
-    tag: options.Tags = None,
+    tag: Annotated[
+        list[str] | None,
+        value("KEY=VALUE", "Only flows with this tag. Repeatable.", parser=options.parse_tag),
+    ] = None,
     limit: Annotated[int, value("N", "Show at most N flows.", min=1)] = 50,
     everything: Annotated[bool, flag("--all", "Show all flows.")] = False,
 ) -> None:
@@ -142,12 +145,15 @@ async def _cancel(
             "to run. flow_only: no members, but the flow takes no new ones.",
         ),
     ] = "cancel_all",
-    reason: Annotated[str, value("TEXT", "Stored with the flow and its members.")] = "",
+    reason: Annotated[
+        str, value("TEXT", "The reason to store with the flow and its members.")
+    ] = "",
     wait: Annotated[
         bool, flag("--wait", "Return when every member that the policy includes has ended.")
     ] = False,
     timeout: Annotated[
-        float | None, options.duration("Wait at most this long. Default: 1m.", "100ms", "1h")
+        float | None,
+        options.duration("Wait, but at most this long. Default with --wait: 1m.", "100ms", "1h"),
     ] = None,
 ) -> None:
     """Cancel a flow and its members.
@@ -261,11 +267,11 @@ async def _delete(target: Target, id_: options.FlowId, *, yes: options.Yes = Fal
 
 
 async def _retry(target: Deployment) -> None:
-    """Retry the steps that the engine set aside.
+    """Retry flow updates that failed too often.
 
-    The engine sets a step aside when it has failed six times because a record is damaged.
-    `flowfabric doctor` shows such steps. Repair the record first. Exits with status 1 if a step
-    fails again.
+    The engine stops retrying an update that has failed six times because a record is damaged.
+    `flowfabric doctor` shows such updates. Repair the record first. Exits with status 1 if an
+    update fails again.
     """
     async with session.open_backend(target) as backend:
         tags = await backend.places.used_partitions()
@@ -277,12 +283,14 @@ async def _retry(target: Deployment) -> None:
         after = await backend.upkeep.flow_backlog(tags)
     failed = after.queued.get("cascade_failed", 0) + len(after.parked)
     fields = {"retried": len(before.parked), "failed": failed}
-    text = f"retried {plural(len(before.parked), 'step')}" if before.parked else "nothing to retry"
+    text = (
+        f"retried {plural(len(before.parked), 'update')}" if before.parked else "nothing to retry"
+    )
     print_result(fields, text, as_json=target.as_json)
     if failed:
         raise CliError(
             "retry_failed",
-            f"{plural(failed, 'step')} failed again",
+            f"{plural(failed, 'update')} failed again",
             "the engine retries five times; after that, `flowfabric doctor` shows what is wrong",
         )
 

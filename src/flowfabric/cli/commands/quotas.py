@@ -5,7 +5,7 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 from flowfabric.cli import options
-from flowfabric.cli.options import Deployment, Target, value
+from flowfabric.cli.options import Deployment, Namespaced, Target, value
 from flowfabric.cli.session import NoDataYet, open_backend
 from flowfabric.cli.views.screen import Cell, Row, Screen, print_json, print_result
 from flowfabric.core.contracts.quotas import QuotaCreated, QuotaLimits, QuotaStatus
@@ -74,7 +74,7 @@ def _next_start(quota: QuotaStatus) -> Cell:
     return f"in {duration(quota.retry_after_ms)}" if quota.retry_after_ms else "now"
 
 
-async def _show(target: Target, quota: Quota) -> None:
+async def _show(target: Namespaced, quota: Quota) -> None:
     """Show one quota and how much of it is used."""
     async with open_backend(target) as backend:
         status = await _client(backend, target).quota(quota)
@@ -97,7 +97,7 @@ async def _show(target: Target, quota: Quota) -> None:
 
 
 async def _create(
-    target: Target,
+    target: Namespaced,
     quota: Quota,
     *,
     max_requests: Annotated[int, value("N", _MOST, min=0)] = 0,
@@ -128,7 +128,7 @@ async def _create(
 
 
 async def _update(
-    target: Target,
+    target: Namespaced,
     quota: Quota,
     *,
     max_requests: Annotated[int | None, value("N", _MOST, min=0)] = None,

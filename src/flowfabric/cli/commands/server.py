@@ -71,7 +71,7 @@ def server(
         Level | None, value("LEVEL", "The lowest level to log: debug, info, warning or error.")
     ] = None,
     json_logs: Annotated[bool, flag("--json-logs", "Log one JSON object per line.")] = False,
-    url: options.Url = None,
+    url: options.ValkeyUrl = None,
 ) -> None:
     """Serve the REST API until SIGTERM or Ctrl-C.
 

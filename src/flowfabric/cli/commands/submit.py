@@ -15,7 +15,7 @@ from flowfabric.app.fabric import Fabric
 from flowfabric.cli import options
 from flowfabric.cli.errors import CliError, UsageError
 from flowfabric.cli.loader import load_app
-from flowfabric.cli.options import Target, argument, value
+from flowfabric.cli.options import Namespaced, Target, argument, value
 from flowfabric.cli.session import open_execution
 from flowfabric.cli.views.screen import print_json, print_result
 from flowfabric.cli.views.text import json_line
@@ -36,7 +36,7 @@ _ARGUMENT = (
 
 
 async def submit(
-    target: Target,
+    target: Namespaced,
     task: Annotated[str, argument("TASK", _TASK)],
     arguments: Annotated[list[str] | None, argument("ARGUMENT", _ARGUMENT)] = None,
     *,

@@ -24,7 +24,7 @@ Rate = Annotated[
 ]
 Burst = Annotated[
     int | None,
-    value("N", "How many requests may arrive at once. Default: the number for one second."),
+    value("N", "How many requests may arrive at once. Default: --rate, rounded up."),
 ]
 TokenId = Annotated[str, argument("ID", "The id of the token, such as `ci`.")]
 
@@ -121,7 +121,7 @@ def limit(token_id: TokenId, *, rate: Rate = None, burst: Burst = None, file: Fi
     changed = msgspec.structs.replace(_find(known, token_id), rate_per_s=rate, burst=burst)
     changed.check()
     write_tokens(path, [changed if each.id == token_id else each for each in known])
-    text = "without a limit" if rate is None else f"limited to {rate:g} requests per second"
+    text = "not limited" if rate is None else f"limited to {rate:g} requests per second"
     Screen().line(f"{token_id} is {text}.")
 
 

@@ -28,7 +28,7 @@ _ONCE_S = 1.0
 _PATIENCE_S = 3.0
 """How long a frame on a terminal may take before an outage is shown."""
 _INTERVAL = options.duration(
-    "How often to refresh. Default: 2s. Without a terminal, print one frame per interval.",
+    "How often to refresh. Default: 2s. Without a terminal, print one snapshot per interval.",
     "100ms",
     "1h",
 )
@@ -38,12 +38,12 @@ async def top(
     target: Deployment,
     *,
     interval: Annotated[float | None, _INTERVAL] = None,
-    once: Annotated[bool, flag("--once", "Print one frame and exit.")] = False,
+    once: Annotated[bool, flag("--once", "Print one snapshot and exit.")] = False,
 ) -> None:
     """Show the activity of the deployment, live.
 
     Shows rates, lanes, workers, waits, scanners, and budgets near their limit.
-    Press q or Ctrl-C to quit. Without a terminal, or with --json, prints one frame; with
+    Press q or Ctrl-C to quit. Without a terminal, or with --json, prints one snapshot; with
     --interval, one per interval. The rates are those of the last interval. The cost of a refresh
     does not depend on the number of executions.
     """

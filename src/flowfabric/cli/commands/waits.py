@@ -25,7 +25,7 @@ _TOO_LATE = frozenset({"waitpoint_closed", "target_not_signalable", "execution_n
 _EFFECTS = {
     "resume_condition_satisfied": ("the execution resumes", "green"),
     "appended_to_waitpoint": ("counted; more signals are needed", "cyan"),
-    "appended_to_waitpoint_duplicate": ("not counted: this source was counted before", "yellow"),
+    "appended_to_waitpoint_duplicate": ("not counted: this sender was already counted", "yellow"),
     "signal_ignored_not_in_condition": ("stored, but this wait does not need it", "yellow"),
     "signal_ignored_matcher_failed": ("stored, but this wait does not accept its name", "yellow"),
     "no_op": ("stored, but this wait does not accept its name", "yellow"),
@@ -189,7 +189,7 @@ async def close_waitpoint(
         closed = await backend.waitpoints.close_waitpoint(
             found.execution_id, found.waitpoint_id, reason
         )
-    effect = "closed" if closed else "no change: it was closed before"
+    effect = "closed" if closed else "no change: it was already closed"
     _print_effect(target, found, {"closed": closed}, ": ", effect)
 
 

@@ -124,7 +124,7 @@ def _scanners(frame: TopFrame) -> Section:
     if frame.leaders is None:
         return Section("Scanners", [], _UNREADABLE)
     if not frame.leaders:
-        problem = "No process runs them: no retry, timeout or deadline happens. Start a worker."
+        problem = "No process runs scanners: retries and timeouts do not happen. Start a worker."
         return Section("Scanners", [], problem)
     by = ", ".join(leader.process for leader in frame.leaders)
     board = frame.board

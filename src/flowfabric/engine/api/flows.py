@@ -382,7 +382,7 @@ class Flows(Concern, Protocol):
     ) -> flows.CascadeCounts:
         """Continue with the backlog of earlier calls, as much as one call may.
 
-        With `retry`, includes steps that failed before; with `parked`, steps that were set aside.
+        With `retry`, includes updates that failed; with `parked`, those that failed too often.
         """
         ...
 

@@ -61,7 +61,7 @@ class FlowBacklog(msgspec.Struct, frozen=True):
     queued: dict[str, int]
     """The number of entries of each queue that has some."""
     parked: dict[str, str]
-    """The steps that the engine set aside, with the reason."""
+    """The flow updates that failed too often, with the reason."""
 
 
 class Drain(NamedTuple):
@@ -161,7 +161,7 @@ class Upkeep(Concern, Protocol):
         ...
 
     async def parked_units(self, tag: str) -> dict[str, str]:
-        """The steps that the engine set aside in a partition, with the reason."""
+        """The flow updates of a partition that failed too often, with the reason."""
         ...
 
     async def flow_backlog(self, tags: Sequence[str]) -> FlowBacklog:

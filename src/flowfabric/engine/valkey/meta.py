@@ -279,12 +279,12 @@ async def _scanners(backend: Backend) -> Finding:
 async def _flows(backend: Backend) -> Finding:
     backlog = await backend.upkeep.flow_backlog(await backend.places.used_partitions())
     queued = ", ".join(f"{count:,} in {name}" for name, count in sorted(backlog.queued.items()))
-    detail = f"steps to do: {queued}" if queued else "no steps to do"
+    detail = f"queued updates: {queued}" if queued else "no queued updates"
     if not backlog.parked:
         return ok("flows", detail)
     unit, why = min(backlog.parked.items())
-    count = plural(len(backlog.parked), "step")
-    detail = f"{detail}; {count} set aside, such as {describe_unit(unit)}: {why}"
+    count = plural(len(backlog.parked), "update")
+    detail = f"{detail}; {count} failed too often, such as {describe_unit(unit)}: {why}"
     advice = "repair or delete the record, then run `flowfabric flow retry`"
     return broken("flows", detail, advice)
 
