@@ -38,11 +38,11 @@ execution_not_found T Check the id; a finished execution is deleted when its ret
 flow_not_found T Check the flow id; create the flow before adding to it.
 attempt_not_found T Check the attempt index; it must be below the execution's attempt count.
 budget_not_found T Check the name or id against the list of budgets; create the budget first.
-reservation_not_found T The reservation was settled, released or never made; reserve again.
+reservation_not_found T The hold was settled, released or never made; reserve again.
 quota_policy_not_found T Check the name or id against the list of quotas; create the quota first.
 lane_not_found T Check the lane name; a lane exists once something was submitted to it.
-waitpoint_not_found R Check the waitpoint id; one being created may appear shortly.
-result_not_found T The execution has no result: not finished, failed, or completed without one.
+waitpoint_not_found R Check the waitpoint id; if it was just created, repeat the call.
+result_not_found T The execution has not finished, did not succeed, or has no result.
 summary_not_found T This attempt wrote no summary frames.
 waitpoint_token_not_found T The waitpoint is unknown, closed or belongs to another execution.
 rotation_not_found T Check the rotation id; records are kept for 24 hours.
@@ -83,7 +83,7 @@ invalid_grace_ms T Pass a whole number of milliseconds from 0 to 2^53 - 1.
 retention_limit_exceeded T Send smaller frames, or trim the summary.
 invalid_frame_type S Use 1 to 128 printable bytes as the frame type.
 invalid_budget_scope T Use a documented scope and give its target id.
-invalid_quota_spec T Give a positive window and limits.
+invalid_quota_spec T Use whole numbers from 0; a limit of 0 means no limit.
 invalid_dependency T Name two members of this flow.
 invalid_args T Correct the arguments of the flow call.
 step_limit_exceeded T Record fewer steps, or split the work into child executions.
@@ -92,16 +92,16 @@ invalid_offset T Pass an offset returned by an earlier read.
 unauthorized T/401 Send a valid API token.
 forbidden T/403 Use a token that is allowed to do this.
 # contention 409
-execution_not_active T Stop work: the execution has moved on.
+execution_not_active T Stop work: the execution is no longer active.
 execution_not_eligible I Skip it: the execution is not waiting to be claimed.
-execution_not_in_eligible_set I Skip it: someone else took it.
+execution_not_in_eligible_set I Skip it: it is no longer in the queue.
 grant_already_exists I Skip it: another worker holds a grant.
-execution_not_reclaimable I Skip it: its lease is alive or it has finished.
-no_active_lease I Nothing to revoke: nobody holds a lease.
+execution_not_reclaimable I Skip it: its lease is still valid, or it has finished.
+no_active_lease I Nothing to revoke: the execution has no lease.
 use_claim_resumed_execution R Claim it with claim_resumed_execution.
 not_a_resumed_execution R Claim it with claim_execution.
 execution_being_deleted R Old data of this id is still being deleted; repeat the call.
-execution_not_leaseable R Ask for other work.
+execution_not_leaseable R Claim another execution.
 lease_conflict R Ask for a new grant.
 invalid_claim_grant R Ask for a new grant.
 claim_grant_expired R Ask for a new grant and claim at once.
@@ -109,7 +109,7 @@ lane_placement_changed R The lane was spread over a different number of partitio
 stale_graph_revision R Read the flow again and repeat with its current revision.
 idempotency_in_progress R The first request with this key is still running; repeat shortly.
 waitpoint_pending_use_buffer_script R Send the signal again; pending waitpoints buffer signals.
-execution_not_eligible_for_attempt R Ask for other work.
+execution_not_eligible_for_attempt R Claim another execution.
 # conflict 409
 self_referencing_edge T An execution cannot depend on itself.
 cycle_detected T Remove the edge that closes the cycle.
@@ -126,12 +126,12 @@ duplicate_signal I The signal was delivered before.
 quota_attach_conflict T Detach the quota policy first.
 # state 409
 stale_lease T Stop work: another worker owns the execution.
-lease_expired T Stop work: the lease ran out before it was renewed.
+lease_expired T Stop work: the lease expired before it was renewed.
 lease_revoked T Stop work: an operator revoked the lease.
 execution_not_terminal T Wait until the execution finishes, or cancel it.
 max_replays_exhausted T Submit a new execution, or raise max_replay_count in the policy.
 replay_not_allowed T The replay count is not the expected one; read the execution again.
-max_retries_exhausted T The reclaim cap was reached and the execution failed; replay it if wanted.
+max_retries_exhausted T It lost its worker too often and failed; replay it to run it again.
 lane_not_accepting T Submit to another lane, or set this lane to active.
 attempt_not_started T Claim the execution first.
 attempt_already_terminal I The attempt has ended; nothing to do.
@@ -163,21 +163,21 @@ budget_override_not_allowed T This budget does not allow an override.
 rate_limit_exceeded R Wait until the current rate window has passed.
 concurrency_limit_exceeded R Wait until running work of this quota finishes.
 signature_limit_exceeded R Use fewer different sets of required capabilities on this lane.
-resource_exhausted R Wait for the given time and repeat, or raise the pool's limit.
-worker_at_capacity R Finish running tasks first, or raise max_concurrent.
+resource_exhausted R Wait for the given time and repeat, or raise the limit.
+worker_at_capacity R Wait until a running task finishes, or raise max_concurrent_tasks.
 client_rate_limited R Slow down, or raise the client's rate limit.
 # bug 500
-attempt_not_in_created_state B Report this: the attempt record contradicts the call.
-invariant_violation B Report this with the message: the engine contradicted itself.
+attempt_not_in_created_state B Report this: the attempt is not in the expected state.
+invariant_violation B Report this with the message: it is a bug in the engine.
 # corruption 500
 corruption T Stored data is unreadable; inspect the named field before repairing it.
 # key_store 503
 hmac_secret_not_initialized T Set FF_WAITPOINT_HMAC_SECRET and run `flowfabric doctor --prepare`.
 invalid_secret T The stored signing secret is broken; rotate to a new key.
 # availability 503
-unavailable T This backend or build lacks the operation, or it is shutting down.
+unavailable T The backend does not support this operation, or the process is shutting down.
 timeout T/504 Decide whether to repeat; raise the deadline if the operation needs longer.
-retry_exhausted R/500 The store is contended; back off and repeat.
+retry_exhausted R/500 Too many calls change the same data; wait and repeat the call.
 transport T/500 Check that Valkey is reachable and healthy.
 library_version_conflict T Upgrade this process: the server runs a newer function library.
 valkey_version_too_low T Use Valkey 8.0 or newer.

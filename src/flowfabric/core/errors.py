@@ -262,7 +262,7 @@ class LimitError(EngineError, groups="limit"):
 
 
 class BugError(EngineError, groups="bug"):
-    """The engine contradicted itself: report it."""
+    """A bug in the engine: report it."""
 
 
 class CorruptionError(EngineError, groups="corruption"):
