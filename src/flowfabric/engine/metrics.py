@@ -52,11 +52,11 @@ def _histogram(
 GROUPS: dict[str, tuple[Metric, ...]] = {
     "Queues": (
         _gauge("ff_eligible_depth", "Executions that a worker could claim now.", "lane"),
-        _gauge("ff_blocked_depth", "Executions that wait for something else.", "lane", "reason"),
+        _gauge("ff_blocked_depth", "Executions that cannot be claimed yet.", "lane", "reason"),
         _gauge("ff_reclaimable_depth", "Executions whose worker lost its lease.", "lane"),
         _gauge(
             "ff_oldest_eligible_age_seconds",
-            "How long the oldest of the executions that are next in line has waited.",
+            "How long the oldest of the next few executions of the lane has been claimable.",
             "lane",
         ),
         _gauge("ff_workers_alive", "Worker processes that are registered.", "namespace"),
@@ -79,7 +79,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         ),
         _counter(
             "ff_worker_at_capacity_total",
-            "How often a worker stopped claiming because all its permits were in use.",
+            "How often a worker stopped claiming because it ran as many tasks as it may.",
         ),
         _counter(
             "ff_attempt_outcome_total",

@@ -41,20 +41,20 @@ _ERROR: dict[str, Any] = {
         "failing": {"type": "array", "items": {"type": "string"}},
     },
 }
-_STATUSES = {200: "Done", 201: "Created", 202: "Not finished yet", 204: "Nothing to do"}
+_STATUSES = {200: "Success", 201: "Created", 202: "Not finished yet", 204: "No work available"}
 _REFUSALS = {
-    400: "Malformed, or against a rule",
-    401: "Without a valid token",
-    403: "The token does not allow it",
+    400: "The request is malformed or breaks a rule",
+    401: "The token is missing or invalid",
+    403: "The token does not allow this request",
     404: "Not found",
-    409: "In conflict with the present state, or an Idempotency-Key of another request",
-    410: "Trimmed since",
-    413: "The body is too long",
-    415: "The body has another content type",
-    422: "The body is not such a request",
-    429: "Too many at once, or too fast",
-    503: "Not available; repeat later",
-    504: "Not done in time",
+    409: "The current state does not allow it, or the Idempotency-Key was used for another request",
+    410: "The events after this cursor were trimmed",
+    413: "The body is too large",
+    415: "The content type of the body is not supported",
+    422: "The body does not match the schema",
+    429: "Too many concurrent requests, or the rate limit is reached",
+    503: "Unavailable; try again later",
+    504: "The operation timed out",
 }
 
 
@@ -140,7 +140,8 @@ def _answers(route: Route, schemas: _Schemas) -> dict[str, Any]:
 
 def _refusals() -> dict[str, Any]:
     content = {"application/json": {"schema": {"$ref": _REF.format(name="Error")}}}
-    named = {str(status): text for status, text in _REFUSALS.items()} | {"default": "A fault"}
+    named = {str(status): text for status, text in _REFUSALS.items()}
+    named["default"] = "Unexpected error"
     return {name: {"description": text, "content": content} for name, text in named.items()}
 
 

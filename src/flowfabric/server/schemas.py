@@ -53,7 +53,7 @@ class OkCount(msgspec.Struct, frozen=True):
 
 
 class Counted(msgspec.Struct, frozen=True):
-    """Something was written."""
+    """How many tags were written."""
 
     Ok: OkCount
 
@@ -88,7 +88,7 @@ class ExecutionOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """Why an execution does not run; what does not apply is null."""
+    """Why an execution is not running. Fields that do not apply are null."""
 
     public_state: PublicState
     blocking_reason: str
@@ -104,7 +104,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StateVectorAnswer(StateVector, frozen=True, kw_only=True):
-    """The dimensions of a state, and the one state that follows from them."""
+    """The dimensions of a state, and the public state that is derived from them."""
 
     public_state: PublicState  # pyright: ignore[reportIncompatibleMethodOverride]
 
@@ -212,7 +212,7 @@ class RotationAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RotationState(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a rotation is."""
+    """The progress of a rotation."""
 
     rotation_id: str
     new_kid: str
@@ -242,7 +242,7 @@ class RemoteRenewed(msgspec.Struct, frozen=True, kw_only=True):
 
     results: list[dict[str, Any]]
     draining: bool
-    """An operator drains the worker: finish what runs and claim nothing more."""
+    """An operator is draining the worker: finish running tasks and claim nothing more."""
 
 
 class RemoteCompleted(msgspec.Struct, frozen=True, kw_only=True):

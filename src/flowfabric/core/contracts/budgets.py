@@ -96,7 +96,7 @@ class UsageAlreadyApplied(NamedOutcome[Literal["already_applied"]], frozen=True)
 
 
 class SoftBreach(NamedOutcome[Literal["soft_breach"]], frozen=True):
-    """The usage was counted, and a soft limit is passed; or a hard one that only warns."""
+    """The usage was counted, but exceeds a soft limit, or a hard limit in `warn` mode."""
 
     dimension: str
     current_usage: int
@@ -106,7 +106,7 @@ class SoftBreach(NamedOutcome[Literal["soft_breach"]], frozen=True):
 
 
 class HardBreach(NamedOutcome[Literal["hard_breach"]], frozen=True):
-    """A hard limit does not allow it: nothing was counted or held."""
+    """The usage would exceed a hard limit; nothing was counted or held."""
 
     dimension: str
     current_usage: int
@@ -176,7 +176,7 @@ class BudgetUsage(msgspec.Struct, frozen=True):
 
 
 class Exhausted(msgspec.Struct, frozen=True):
-    """A budget of which nothing is left: the first such dimension by name."""
+    """A budget that is used up, and its first exhausted dimension by name."""
 
     budget_id: str
     dimension: str

@@ -295,7 +295,7 @@ class GrantNotFound(NamedOutcome[Literal["grant_not_found"]], frozen=True):
 
 
 class Blocked(NamedOutcome[Literal["blocked"]], frozen=True):
-    """The execution is held back for this reason."""
+    """The execution is blocked for this reason."""
 
     execution_id: ExecutionId
     reason: str

@@ -48,7 +48,7 @@ class QuotaLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QuotaStatus(QuotaLimits, frozen=True, kw_only=True):
-    """A policy and how much of it is used now."""
+    """A quota and how much of it is used now."""
 
     quota_policy_id: str
     window_count: int = 0
@@ -87,7 +87,7 @@ class QuotaStatus(QuotaLimits, frozen=True, kw_only=True):
 
 
 class FullQuota(msgspec.Struct, frozen=True):
-    """A policy that admits no execution now."""
+    """A quota that currently allows no execution to start."""
 
     quota_policy_id: str
     reason: Literal["rate", "concurrency"]
@@ -107,13 +107,13 @@ QuotaPage = ListingPage[QuotaStatus]
 
 
 class QuotaCreated(NamedOutcome[Literal["created"]], frozen=True):
-    """The policy was stored."""
+    """The quota was stored."""
 
     quota_policy_id: str
 
 
 class QuotaExists(NamedOutcome[Literal["already_satisfied"]], frozen=True):
-    """A policy with this id exists; it keeps its limits."""
+    """A quota with this id exists; it keeps its limits."""
 
     quota_policy_id: str
     differs: bool = False

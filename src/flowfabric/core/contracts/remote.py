@@ -148,7 +148,7 @@ class RemoteClaims(msgspec.Struct, frozen=True):
 
     claims: Sequence[RemoteClaim]
     draining: bool = False
-    """An operator drains the worker: finish what runs and claim nothing more."""
+    """An operator is draining the worker: finish running tasks and claim nothing more."""
     unknown_tasks: Sequence[str] = ()
     """The tasks that the worker does not know and that were left to others."""
     waited_ms: int = 0

@@ -197,7 +197,7 @@ class StreamCursor(msgspec.Struct, frozen=True):
     def after(self) -> str:
         """The position that a tail starts after."""
         if not self.is_concrete:
-            raise _refuse(f"{self.text!r} is not an entry; pass 0-0 to follow from the beginning")
+            raise _refuse(f"{self.text!r} is not a frame id; pass 0-0 to follow from the beginning")
         return _entry_id(self.text)
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from flowfabric.engine.api.concern import Concern
 
 
 class Version(msgspec.Struct, frozen=True):
-    """Numbers that compare in order."""
+    """A version, with numbers that compare in order."""
 
     major: int
     minor: int
@@ -26,7 +26,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """What a backend is and supports; a true flag means callable and correct."""
+    """The backend and the operations that it supports."""
 
     identity: Identity
     supports: Mapping[str, bool]

@@ -173,7 +173,7 @@ async def list_scanners(call: Call[None, NoQuery]) -> Reply:
 
 
 class RunScanner(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a scanner looks; everywhere by default."""
+    """The partition to scan; all by default."""
 
     partition: U32 | None = None
 

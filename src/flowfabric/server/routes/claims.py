@@ -134,7 +134,7 @@ async def issue_reclaim_grant(call: Call[ReclaimBody, NoQuery]) -> Reply:
 
 
 class BlockRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Why an operator holds an execution back."""
+    """Why an operator blocks an execution."""
 
     reason: str = _PAUSED
     reason_detail: str = ""
@@ -162,7 +162,7 @@ async def block_execution(call: Call[BlockRequest, NoQuery]) -> Reply:
 
 
 class UnblockRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Which block is expected."""
+    """The blocking reason that the execution must have."""
 
     expected_blocking_reason: str | None = None
 

@@ -85,7 +85,7 @@ async def list_executions(call: Call[None, ListQuery]) -> Reply:
         page = await _filtered(call, page, msgspec.structs.replace(where, state=None))
     else:
         if query.state in INDEXES and query.state not in list(PublicState):
-            problem = f"{query.state!r} is an index; it requires partition and lane"
+            problem = f"{query.state!r} requires partition and lane"
             raise invalid("state", problem)
         where.validate()
         page = await listings.list_executions(

@@ -283,7 +283,7 @@ async def revoke_lease(call: Call[None, NoQuery]) -> Reply:
 
 
 class ResumeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """How a suspension is ended by hand."""
+    """How an operator resumes a suspended execution."""
 
     trigger_type: str = "operator"
     resume_delay_ms: U64 = 0
@@ -297,7 +297,7 @@ class ResumeRequest(msgspec.Struct, frozen=True, kw_only=True):
     errors=(404, 409),
 )
 async def resume_execution(call: Call[ResumeRequest, NoQuery]) -> Reply:
-    """End a suspension without meeting its condition."""
+    """Resume a suspended execution, even if its condition is not met."""
     outcome = await call.backend.suspensions.resume_execution(
         await call.execution(),
         trigger_type=call.body.trigger_type,

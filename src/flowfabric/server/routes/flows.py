@@ -282,7 +282,7 @@ async def stage_edge(call: Call[StageEdge, NoQuery]) -> Reply:
 
 
 class ApplyEdge(msgspec.Struct, frozen=True, kw_only=True):
-    """A staged edge to apply; what else is given must match it."""
+    """A staged edge to apply; the other fields, if given, must match it."""
 
     flow_id: Uuid
     edge_id: Uuid

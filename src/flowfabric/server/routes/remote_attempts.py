@@ -39,7 +39,7 @@ class FailItems(msgspec.Struct, frozen=True):
 
 @routes.post("/v1/remote/fail", scope="remote", limit="bulk", documented=FailItems, answers=_ROWS)
 async def remote_fail(call: Call[RawItems, NoQuery]) -> Reply:
-    """End attempts unsuccessfully: `RetryScheduled` or `TerminalFailed`."""
+    """Fail attempts. The result is `RetryScheduled` or `TerminalFailed`."""
 
     async def fail(item: FailItem, handle: Handle) -> Any:
         outcome = await call.backend.executions.fail(handle, item.reason, item.category)
@@ -139,9 +139,9 @@ class SuspendItems(msgspec.Struct, frozen=True):
     "/v1/remote/suspend", scope="remote", limit="bulk", documented=SuspendItems, answers=_ROWS
 )
 async def remote_suspend(call: Call[RawItems, NoQuery]) -> Reply:
-    """Release leases until signals arrive: `Suspended`, or `AlreadySatisfied` with the lease kept.
+    """Release leases until signals arrive. `AlreadySatisfied` means that you keep the lease.
 
-    The answer has the tokens that allow signals to the waitpoints.
+    Otherwise, the result is `Suspended`, with the tokens that allow signals to the waitpoints.
     """
 
     async def suspend(item: SuspendItem, handle: Handle) -> Any:
@@ -294,9 +294,10 @@ class UsageItems(msgspec.Struct, frozen=True):
 
 @routes.post("/v1/remote/usage", scope="remote", limit="bulk", documented=UsageItems, answers=_ROWS)
 async def remote_usage(call: Call[RawItems, NoQuery]) -> Reply:
-    """Count usage of budgets: `Ok`, `AlreadyApplied`, `SoftBreach` or `HardBreach`.
+    """Report usage of budgets.
 
-    The `action` of a breach says what the budget asks the worker to do.
+    The result is `Ok`, `AlreadyApplied`, `SoftBreach` or `HardBreach`. The `action` of a breach is
+    what the worker must do.
     """
 
     async def report(item: UsageItem, handle: Handle) -> Any:

@@ -136,7 +136,7 @@ async def tail_stream(call: Call[None, TailQuery]) -> Reply:
     limit, visibility = _limit(query.limit), _visibility(query.visibility)
     if not after.is_concrete:
         raise invalid(
-            "after", f"{after.text!r} is not an entry; pass 0-0 to start at the beginning"
+            "after", f"{after.text!r} is not a frame id; pass 0-0 to start at the beginning"
         )
     execution_id, attempt = call.execution_id(), call.attempt_index()
     await _check_visible(call)
