@@ -125,7 +125,9 @@ async def test_an_answer_needs_a_name_only_if_several_are_open(app: ff.Fabric) -
         await run.approve(by="ada")
     async with app.worker(scanners=False):
         await run.wait_until_suspended(timeout=10)
-        with pytest.raises(ValidationError, match="waitpoint: name one of"):
+        with pytest.raises(
+            ValidationError, match="waitpoint: several are open; pass one of the ids"
+        ):
             await run.approve(by="ada")
         for name in ("legal", "boss"):
             await run.approve(name, by="ada")

@@ -179,7 +179,7 @@ async def test_writes_need_an_allowed_namespace(
             remote.places.namespaces_in_use(),
         ):
             error = await refused(call, "forbidden")
-            assert "token for all namespaces" in str(error)
+            assert "token that is not limited to namespaces" in str(error)
 
 
 async def test_events_of_others_are_left_out(backend: ValkeyBackend, tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ async def test_a_neighbour_whose_attempt_timed_out_is_released_at_once(
             assert await state(engine.backend, patient) == "active"
             assert await state(engine.backend, blocker) == "active"
             (record,) = [r for r in caplog.records if r.levelno == logging.CRITICAL]
-            assert "releasing 1 other executions" in record.getMessage()
+            assert "releasing 1 other execution." in record.getMessage()
             assert re.search(r"for [012] s: ", record.getMessage()), "it waited for the warning"
             block.release()
             await engine.backend.executions.cancel_execution(patient, "the test is over")

@@ -113,7 +113,9 @@ async def test_approval_of_what_is_not_open(client: Client, waits: Waits, engine
     handle = await engine.running()
     for _ in range(2):
         await engine.backend.waitpoints.create_waitpoint(handle, "same", 60_000)
-    with pytest.raises(ValidationError, match="'same' may be any of") as refused:
+    with pytest.raises(
+        ValidationError, match="'same' matches several; pass one of the ids"
+    ) as refused:
         await client.approve(handle.execution_id, "same")
     assert refused.value.code == "invalid_input"
     with pytest.raises(NotFoundError, match="is active and waits for no answer"):

@@ -262,8 +262,8 @@ def test_a_rate_fills_up_again_but_never_above_its_burst(
     [
         ({"rate_per_s": 0}, "rate_per_s must be above 0"),
         ({"rate_per_s": -1}, "rate_per_s must be above 0"),
-        ({"burst": 5}, "burst needs rate_per_s"),
-        ({"rate_per_s": 1, "burst": 0}, "burst needs rate_per_s"),
+        ({"burst": 5}, "burst must be from 1 to"),
+        ({"rate_per_s": 1, "burst": 0}, "burst must be from 1 to"),
     ],
 )
 def test_a_limit_that_cannot_be_used(fields: dict[str, Any], problem: str) -> None:

@@ -215,7 +215,7 @@ class Admissions:
         kind = "budget" if reason == FOR_BUDGET else "quota"
         metrics.count("ff_admission_faults_total", kind)
         log.warning(
-            *("%s not admitted: %s cannot be read: %s", each.execution_id.short, what, error),
+            *("%s cannot start: %s cannot be read: %s", each.execution_id.short, what, error),
             extra={"action": "admission_fault", "execution_id": str(each.execution_id)},
         )
         decision.faults.append(error)
@@ -230,7 +230,7 @@ class Admissions:
             outcomes = await self._backend.admission.block_many(tag, blocks)
         except EngineError as error:
             extra = {"action": "block_failed", "partition": tag}
-            log.warning("cannot block executions over their limit: %s", error, extra=extra)
+            log.warning("cannot mark executions as blocked by their limits: %s", error, extra=extra)
             return 0
         held = 0
         for block, outcome in zip(blocks, outcomes, strict=True):
@@ -285,7 +285,7 @@ class Admissions:
                 seconds = again / 1000
                 self._timers[policy] = loop.time() + seconds, self._timers[policy][1]
         except EngineError as error:
-            log.debug("a scanner will release what waits for quota %s: %s", policy, error)
+            log.debug("leaving executions that wait for quota %s to a scanner: %s", policy, error)
 
     async def aclose(self) -> None:
         """Stop the timers; the scanner takes over."""

@@ -108,7 +108,7 @@ class WorkerGrants:
                 return await self._first(scan, grant, budgets, failures)
             except EngineError as error:
                 extra = {"action": "claim_failed"}
-                log.warning("partition %s not searched: %s", tag, error, extra=extra)
+                log.warning("cannot search partition %s for work: %s", tag, error, extra=extra)
                 failures.append(error)
             return [], False
 

@@ -408,14 +408,14 @@ class Client(Submissions, FleetCalls, FlowCalls, BudgetCalls, QuotaCalls, Subscr
             return found[0]
         if found:
             ids = ", ".join(f"{one.waitpoint_id} ({one.waitpoint_key})" for one in found)
-            which = "name one of" if waitpoint is None else f"{waitpoint!r} may be any of"
-            raise ValidationError("invalid_input", f"waitpoint: {which} {ids}")
+            which = "several are open" if waitpoint is None else f"{waitpoint!r} matches several"
+            raise ValidationError("invalid_input", f"waitpoint: {which}; pass one of the ids {ids}")
         if not entries:
             state = (await self.backend.reads.read_execution_state(execution_id)).value
             problem = f"the execution is {state} and waits for no answer"
         else:
             keys = ", ".join(sorted(repr(one.waitpoint_key) for one in entries))
-            problem = f"{waitpoint!r} is not open; open: {keys}"
+            problem = f"no open waitpoint {waitpoint!r}; the open ones are {keys}"
         raise NotFoundError("waitpoint_not_found", problem)
 
     def tail(

@@ -319,7 +319,8 @@ class Endings:
                 self.abandon(task, error)
             return
         except errors.EngineError as error:
-            log.warning("batch not completed: %s", error, extra={"action": "complete_failed"})
+            text = "cannot complete a batch, completing its tasks one by one: %s"
+            log.warning(text, error, extra={"action": "complete_failed"})
             await asyncio.gather(*(self._alone(*one) for one in finished))
             return
         refused: list[tuple[ClaimedTask, errors.ValidationError]] = []

@@ -64,7 +64,7 @@ class EventFeed(AsyncClosing, Generic[T]):
                     self._subscription = None
                 if not error.retryable or self._closed:
                     raise
-                log.debug("subscribing again after: %s", error)
+                log.debug("lost the subscription, subscribing again: %s", error)
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
             pause = min(pause * 2, _LAST_PAUSE_S)
         raise StopAsyncIteration

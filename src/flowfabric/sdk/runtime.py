@@ -19,7 +19,7 @@ import msgspec
 
 from flowfabric.core.errors import LeaseLost
 from flowfabric.core.forks import end_child, generation
-from flowfabric.core.text import duration
+from flowfabric.core.text import duration, plural
 from flowfabric.engine.layers.tracing import AttemptTrace
 from flowfabric.sdk.endings import Encoded, Endings, FailOrRelease, RunSummary
 from flowfabric.sdk.lease_keeper import HeldLease
@@ -215,7 +215,8 @@ class WorkerRuntime:
             return
         if not task.held.alive:
             # The claim's reply waited too long, for instance for code that blocked the loop.
-            self._endings.abandon(task, LeaseLost("lease_expired", "it expired before the start"))
+            reason = "the lease expired before the task started"
+            self._endings.abandon(task, LeaseLost("lease_expired", reason))
             return
         handling = self._handle(task) if task.trace is None else self._trace(task, task.trace)
         running = asyncio.create_task(handling)
@@ -390,7 +391,8 @@ class LoopWatch:
         blocker = None if current is None else _context_of(current).get(handled)
         stuck = [held for held in due if blocker is None or held is not blocker.held]
         if stuck:
-            consequence = f"releasing {len(stuck)} other executions. {_CLAIMS_NOTHING}"
+            others = plural(len(stuck), "other execution")
+            consequence = f"releasing {others}. {_CLAIMS_NOTHING}"
             self._tell(logging.CRITICAL, blocker, consequence)
         elif self._blocked_s < self._warn_s:
             return []

@@ -103,7 +103,7 @@ class StoredToken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.rate_per_s is not None and not 0 < self.rate_per_s <= _MAX_RATE:
             raise _invalid(self.id, f"rate_per_s must be above 0 and at most {_MAX_RATE}")
         if self.burst is not None and (self.rate_per_s is None or not 0 < self.burst <= _MAX_RATE):
-            raise _invalid(self.id, f"burst needs rate_per_s, and must be from 1 to {_MAX_RATE}")
+            raise _invalid(self.id, f"burst must be from 1 to {_MAX_RATE} and requires rate_per_s")
         for namespace in self.namespaces or ():
             try:
                 validate_namespace(namespace)

@@ -168,7 +168,7 @@ class Call(Generic[B, Q]):
     def require_all_namespaces(self) -> None:
         """Refuse a caller of some namespaces: the operation affects all of them."""
         if self.caller.namespaces is not None:
-            raise Problem("forbidden", "this call needs a token for all namespaces")
+            raise Problem("forbidden", "this call needs a token that is not limited to namespaces")
 
     async def visible(self, execution_id: ExecutionId) -> ExecutionId:
         """The execution, or `execution_not_found` if it belongs to a namespace of others."""

@@ -62,10 +62,10 @@ def reported(
     """Amounts from a map, or from parallel lists in their order; repeated names are summed."""
     if isinstance(dimensions, Mapping):
         if deltas is not None:
-            raise invalid_input("deltas", "belongs to a list of dimensions; leave it out")
+            raise invalid_input("deltas", "must be omitted if dimensions is a map")
         return amounts(dimensions, "dimensions")
     if deltas is None:
-        raise invalid_input("dimensions, deltas", "must be one map, or two lists")
+        raise invalid_input("dimensions, deltas", "pass a map, or two lists of equal length")
     names, given = check.listed(dimensions, "dimensions"), check.listed(deltas, "deltas")
     _check_count(len(names), "dimensions")
     if len(names) != len(given):
@@ -131,7 +131,7 @@ def check_change(change: contracts.BudgetChange) -> dict[str, str | int]:
         check.whole(given["reset_interval_ms"], "reset_interval_ms", 0)
     found |= given
     if not found:
-        raise invalid_input("change", "is empty: name a limit or a setting to change")
+        raise invalid_input("change", "is empty; pass at least one limit or setting")
     return found
 
 

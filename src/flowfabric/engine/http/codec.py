@@ -77,7 +77,7 @@ def _plain(value: Any) -> Any:
         return dict(cast("Mapping[Any, Any]", value))
     if isinstance(value, (Sequence, set, frozenset)) or hasattr(value, "__iter__"):
         return list(cast("Sequence[Any]", value))
-    raise TypeError(f"a {type(value).__name__} cannot be sent")
+    raise TypeError(f"cannot encode a value of type {type(value).__name__}")
 
 
 encode = msgspec.json.Encoder(enc_hook=_plain).encode

@@ -99,7 +99,7 @@ class HttpLink(ClosedOnce):
             # Without the cause, which may quote the answer.
             changes = method not in _READS and not options.get("reads")
             problem = (
-                f"{len(found.body)} bytes that are not a {getattr(answer, '__name__', answer)}"
+                f"cannot decode {len(found.body)} bytes as {getattr(answer, '__name__', answer)}"
             )
             op = options.get("op", "")
             raise ReplyError(path, problem, op=op, ambiguous=changes) from None

@@ -72,7 +72,7 @@ class HttpLocation:
 
 def _token(address: ServerAddress) -> Finding:
     if address.token is None:
-        return ok("token", "the server needs none")
+        return ok("token", "the server requires no token")
     return ok("token", "the server accepts FF_API_TOKEN")
 
 
