@@ -1,7 +1,7 @@
 """A deployment that waits for two people: build with a live log, approval, release.
 
 Run it with `python -m examples.deploy_approval`; it uses FF_URL, or an embedded Valkey. It also
-plays the people, and exits with an error if a promise is broken.
+simulates the approvers, and exits with an error if a promise is broken.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ async def deploy(ctx: ff.Context, version: str, patience: float) -> str:
 
 
 async def build(ctx: ff.Context, version: str) -> str:
-    """Take a moment, and write a log that others can follow."""
+    """Build, and write a log that others can follow."""
     builds.append(version)
     for step in ("fetch", "compile", "test", "pack"):
         await ctx.stream(f"{version}: {step} …\n", "stdout")
@@ -58,7 +58,7 @@ async def build(ctx: ff.Context, version: str) -> str:
     return f"shop-{version}.tar"
 
 
-# --- the people -------------------------------------------------------------------------------
+# --- the approvers ----------------------------------------------------------------------------
 
 
 def say(text: str) -> None:
@@ -141,7 +141,7 @@ async def left_alone() -> None:
 
 
 async def main() -> None:
-    """Both deployments."""
+    """Run both deployments."""
     async with app, app.worker():
         await released(await app.client())
         await left_alone()

@@ -17,7 +17,7 @@ served: list[str] = []
 
 @dataclass(frozen=True)
 class Page:
-    """A page and its words, counted."""
+    """A page and how many words it has."""
 
     url: str
     words: int
@@ -25,13 +25,13 @@ class Page:
 
 @app.task(lane="tour")
 async def count_words(url: str, text: str) -> Page:
-    """Arguments and results are typed: they travel as JSON and come back as this class."""
+    """Arguments and results are typed: stored as JSON, and decoded to their types."""
     return Page(url, len(text.split()))
 
 
 @app.task(lane="tour-ordered")
 def note(name: str) -> None:
-    """A plain function; it runs in a thread and remembers in which order it was called."""
+    """A plain function; it runs in a thread and records the order of its calls."""
     served.append(name)
 
 
@@ -77,7 +77,7 @@ async def submit_by_priority() -> None:
 
 
 async def submit_for_later() -> None:
-    """A delay postpones an execution; its state says so."""
+    """A delay postpones an execution; until then, its state is `delayed`."""
     run = await count_words.options(delay="500ms", tags={"tour.part": "delay"}).submit("later", "x")
     assert await run.state() == "delayed"
     await run.result(timeout=10)

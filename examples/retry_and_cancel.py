@@ -63,7 +63,7 @@ async def retried() -> None:
 
 
 async def failure(run: ff.Run[Any]) -> ff.RunError:
-    """Why there is no result; `result()` raises it."""
+    """Return the error that `result()` raises."""
     try:
         await run.result(timeout=20)
     except ff.RunError as error:

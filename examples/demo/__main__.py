@@ -1,4 +1,4 @@
-"""Give the demo an engine of its own, run it, and leave nothing behind."""
+"""Run the demo on its own temporary Valkey, and delete it afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def private_engine() -> Generator[Path]:
     try:
         yield folder
     finally:
-        # The server ends by itself with its last user; its folder is free only then.
+        # Valkey exits after its last client disconnects. Delete its folder only then.
         deadline = time.monotonic() + 10
         while (folder / "engine" / "valkey.sock").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -34,7 +34,7 @@ def main() -> int:
     """The exit status: 0 when every promise was kept."""
     started = time.monotonic()
     with private_engine() as folder:
-        # An application finds out where its engine is when it is imported.
+        # The application reads FF_DATA_DIR when it is imported.
         from examples.demo.play import play  # noqa: PLC0415
 
         status = asyncio.run(play(folder))

@@ -36,7 +36,7 @@ class Statement:
 
 @app.task(retry=ff.Retry(3, backoff="300ms"), timeout="20s")
 async def exchange_rate(ctx: ff.Context, currency: str) -> float:
-    """Ask the bank: slow, and at first it fails for one currency."""
+    """Ask the bank, which is slow. The first attempt fails for one currency."""
     await asyncio.sleep(0.8)
     if currency == "GBP" and ctx.attempt == 1:
         raise ff.RetryableError("the bank answered 503")

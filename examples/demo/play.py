@@ -23,9 +23,9 @@ _ORDERS = (Order("tea", 2, 450), Order("cups", 6, 1290), Order("kettle", 1, 3995
 
 
 async def play(folder: Path) -> int:
-    """The whole demo; 0 when every promise was kept. Worker logs go to the folder."""
+    """Run the demo; return 0 if every promise was kept. Worker logs go to the folder."""
     async with app:
-        # The first user starts the engine; this one outlives both workers.
+        # The first client starts the embedded Valkey. This one stays open longer than both workers.
         await app.client()
         workers = [WorkerProcess(name, folder) for name in ("alpha", "beta")]
         screen = Screen(workers)
@@ -45,7 +45,7 @@ async def play(folder: Path) -> int:
 
 
 async def _perform(workers: Sequence[WorkerProcess], screen: Screen) -> list[str]:
-    """Every act of it; the promises that were not kept."""
+    """Run the demo; return the broken promises."""
     victim, survivor = workers
     for worker in workers:
         await asyncio.to_thread(worker.wait_ready)
@@ -97,7 +97,7 @@ async def _until_mid_task(watch: Watch, screen: Screen, worker: str) -> None:
 
 
 async def _until_all_ended(watch: Watch, screen: Screen, lost: Sequence[str]) -> float:
-    """Return when nothing is left to do; the moment a lost task was seen running again."""
+    """Wait until all executions have ended; return when a lost one first ran again."""
     reclaimed_at = 0.0
     async with asyncio.timeout(_GIVE_UP_AFTER):
         while True:

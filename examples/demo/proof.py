@@ -9,7 +9,7 @@ from flowfabric.core.state import PublicState
 
 
 def verify(rows: Sequence[Row], lost: Sequence[str], killed: str) -> list[str]:
-    """Every promise that was not kept, as a sentence; empty when all is well.
+    """Return each broken promise as a sentence; empty if all were kept.
 
     `lost` names the executions that `killed` held when it died.
     """

@@ -1,4 +1,4 @@
-"""Showing the rows: a live table on a terminal, one line per change elsewhere."""
+"""Shows the rows: a live table on a terminal, otherwise one line per change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STYLES = {
 
 
 class Screen:
-    """Where the demo is seen."""
+    """Shows the rows of the demo."""
 
     def __init__(self, workers: Sequence[WorkerProcess]) -> None:
         self.console = Console(highlight=False)
@@ -37,7 +37,7 @@ class Screen:
         )
 
     def show(self, rows: Sequence[Row]) -> None:
-        """The present state of everything."""
+        """Show the current rows."""
         if self._live is not None:
             self._live.update(self._table(rows), refresh=True)
             return
@@ -50,11 +50,11 @@ class Screen:
                 self.say(f"{line} {row.result or row.failure}".rstrip())
 
     def say(self, text: str) -> None:
-        """A line that stays, with the seconds since the start."""
+        """Print a line with the seconds since the start."""
         self.note(f"{time.monotonic() - self._began:5.1f} s  {text}")
 
     def note(self, text: str) -> None:
-        """A line that stays, as it is."""
+        """Print a line."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     def _table(self, rows: Sequence[Row]) -> Table:

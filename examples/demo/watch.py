@@ -1,4 +1,4 @@
-"""What the engine says about the demo's executions, read again and again."""
+"""Reads the current state of the demo's executions."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen to it."""
+        """Whether the execution has ended."""
         return self.state in _ENDED
 
     @property
     def worker(self) -> str:
-        """Who runs it, or ended it."""
+        """The worker of the current or last attempt."""
         if not self.attempts or self.state in (PublicState.WAITING, PublicState.DELAYED):
             return ""
         return self.attempts[-1].worker_id
@@ -67,7 +67,7 @@ class Watch:
         self._results: dict[str, str] = {}
 
     async def rows(self) -> list[Row]:
-        """How all of them are doing now."""
+        """Read the current state of all executions."""
         return list(await asyncio.gather(*(self._row(*entry) for entry in self._runs)))
 
     async def _row(self, label: str, run: ff.Run[Any]) -> Row:

@@ -10,7 +10,7 @@ from pathlib import Path
 from examples.demo.app import app
 
 LEASE_SECONDS = 2
-"""Short, so that the demo need not wait long until a dead worker's tasks are free again."""
+"""Short, so that another worker soon takes over the tasks of the killed one."""
 READY = "ready"
 
 
