@@ -1,4 +1,4 @@
-"""What a build depends on: the embedded server is left out where it cannot be installed.
+"""What a build depends on: the embedded Valkey is left out where it cannot be installed.
 
 Markers tell Windows from Linux, but not musl from glibc. So a build on Alpine has other
 dependencies than one elsewhere, and a wheel for musl alone.

@@ -1,4 +1,4 @@
-"""Platforms without an embedded server: everything works against FF_URL, and errors say so."""
+"""Platforms without an embedded Valkey: everything works against FF_URL, and errors say so."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ def tracebacks(text: str) -> list[str]:
 
 
 def wait_for_server_end(folder: Path) -> None:
-    """Return when the embedded server of a data folder has ended, so that the folder is free."""
+    """Return when the embedded Valkey of a data folder has ended, so that the folder is free."""
     deadline = time.monotonic() + 20
     while (folder / "valkey.sock").exists():
-        assert time.monotonic() < deadline, "the embedded server did not end with its last user"
+        assert time.monotonic() < deadline, "the embedded Valkey did not end with its last user"
         time.sleep(0.01)

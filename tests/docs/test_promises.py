@@ -1,4 +1,4 @@
-"""The durability that docs/promises.md states, on the embedded server; and the tests it names."""
+"""The durability that docs/promises.md states, on the embedded Valkey; and the tests it names."""
 
 from __future__ import annotations
 

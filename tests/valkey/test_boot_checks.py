@@ -231,7 +231,7 @@ async def commands(server: Transport) -> dict[str, int]:
 async def test_the_owner_of_a_server_replaces_other_content_of_its_version(
     valkey: TestServer, server: Transport, prepare_with: PartitionCounts | None
 ) -> None:
-    """As after an upgrade of the package: the folder of the embedded server kept the old one."""
+    """As after an upgrade of the package: the folder of the embedded Valkey kept the old one."""
     await store_counts(server)
     await server.call("FUNCTION", "LOAD", made(library.LIBRARY_VERSION, "x", 1))
     address = parse_url(valkey.url)

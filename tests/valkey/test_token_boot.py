@@ -1,4 +1,4 @@
-"""Seeding at boot: from the environment, or minted once for an embedded server."""
+"""Seeding at boot: from the environment, or minted once for an embedded Valkey."""
 
 from __future__ import annotations
 

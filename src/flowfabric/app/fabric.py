@@ -292,12 +292,12 @@ class Fabric(AsyncClosing):
         return twin
 
     async def aclose(self) -> None:
-        """Close connections and release the embedded server."""
+        """Close connections and release the embedded Valkey."""
         await self.disconnect()
         self.location.close()
 
     async def disconnect(self) -> None:
-        """Close connections; the next use opens new ones. The embedded server keeps running."""
+        """Close connections; the next use opens new ones. The embedded Valkey keeps running."""
         opening, self._opening = self._opening, None
         if opening is None or opening.get_loop() is not asyncio.get_running_loop():
             return
@@ -398,5 +398,5 @@ class SyncFabric(SyncTwin[Fabric], Closing):
 
     def close(self) -> None:
         """Close connections and stop the private thread. The application stays usable."""
-        # Not `aclose`: the embedded server belongs to the application.
+        # Not `aclose`: the embedded Valkey belongs to the application.
         self._portal.close(self._target.disconnect)

@@ -63,7 +63,7 @@ class AppWorker:
         until_idle: Callable[[], Awaitable[int]] | None = None,
     ) -> RunSummary:
         """Serve until stopped, then wait for running tasks; returns what was done."""
-        # Checks settings before it starts the embedded server.
+        # Checks settings before it starts the embedded Valkey.
         worker = await Worker.connect(
             *(self.config, self._location.open),
             tasks=sorted(self._tasks),

@@ -131,5 +131,5 @@ class ServerLocation:
         return await self._at.diagnose(namespace, prepare=prepare, connect_timeout=connect_timeout)
 
     def close(self) -> None:
-        """Release the embedded server; it stops after its last user."""
+        """Release the embedded Valkey; it stops after its last user."""
         self._at.close()

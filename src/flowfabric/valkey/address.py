@@ -85,7 +85,7 @@ def from_url(text: str, environ: Mapping[str, str] = os.environ, *, name: str = 
 
 
 def from_env(environ: Mapping[str, str]) -> Address | None:
-    """The address that the environment sets; None means the embedded server."""
+    """The address that the environment sets; None means the embedded Valkey."""
     # Check each variable even if it is not used, so that a typo is found at once.
     port = whole_number(environ, "FF_PORT", DEFAULT_PORT, 1, 65535)
     whole_number(environ, "FF_DB", 0, 0, _MAX_DB)

@@ -1,4 +1,4 @@
-"""The embedded server's data folder: who may use it, and the files in it.
+"""The embedded Valkey's data folder: who may use it, and the files in it.
 
 Every file is opened relative to the checked folder and never through a symbolic link. Renaming the
 folder or planting a link cannot make this process read or write another file.

@@ -1,4 +1,4 @@
-"""The process that starts the embedded server and stops it after its last user.
+"""The process that starts the embedded Valkey and stops it after its last user.
 
 It runs as a script, detached from the process that started it. It imports only the standard
 library, so that it starts quickly and stays small. Processes coordinate through locks, which the

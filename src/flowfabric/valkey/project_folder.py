@@ -1,4 +1,4 @@
-"""Where the embedded server of a project keeps its data. Works on platforms without one."""
+"""Where the embedded Valkey of a project keeps its data. Works on platforms without one."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from typing import Final
 
 FOLDER_VARIABLE: Final = "FF_DATA_DIR"
 NO_SERVER: Final = "Start a Valkey server and set FF_URL to it, as in valkey://127.0.0.1:6379"
-"""What to do where there is no embedded server."""
+"""What to do where there is no embedded Valkey."""
 _NAME: Final = ".flowfabric"
 
 

@@ -1,4 +1,4 @@
-"""Processes, waits and raw commands for the embedded server's tests."""
+"""Processes, waits and raw commands for the embedded Valkey's tests."""
 
 from __future__ import annotations
 

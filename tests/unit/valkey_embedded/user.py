@@ -1,4 +1,4 @@
-"""A process that uses the embedded server, driven line by line over its standard input."""
+"""A process that uses the embedded Valkey, driven line by line over its standard input."""
 
 from __future__ import annotations
 

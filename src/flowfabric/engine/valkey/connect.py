@@ -1,4 +1,4 @@
-"""Open a backend on Valkey, and start the embedded server. Callers use `engine/connect.py`."""
+"""Open a backend on Valkey, and start the embedded Valkey. Callers use `engine/connect.py`."""
 
 import asyncio
 import os
@@ -76,7 +76,7 @@ def check_url(url: str) -> None:
 
 
 def start_embedded(data_dir: Path | None = None, *, aof: "Aof" = "everysec") -> "EmbeddedServer":
-    """Start or join the embedded server of a folder; blocks, and the caller releases it."""
+    """Start or join the embedded Valkey of a folder; blocks, and the caller releases it."""
     _check_platform()
     from flowfabric.valkey.embedded import EmbeddedServer  # noqa: PLC0415
 
@@ -148,7 +148,7 @@ class ValkeyLocation:
         return "embedded Valkey" if self._address is None else self._address.peer
 
     async def address(self) -> Address:
-        """The deployment's address; starts or joins the embedded server if there is no other."""
+        """The deployment's address; starts or joins the embedded Valkey if there is no other."""
         if self._address is not None:
             return self._address
         if self._server is None:
@@ -238,7 +238,7 @@ class ValkeyLocation:
         return found
 
     def _mint_secret(self) -> str:
-        """The secret of the data folder: an embedded server needs no configured one."""
+        """The secret of the data folder: an embedded Valkey needs no configured one."""
         from flowfabric.valkey.embedded_folder import folder_secret  # noqa: PLC0415
 
         if self._server is None:
@@ -250,7 +250,7 @@ class ValkeyLocation:
             self._server.ensure_running()
 
     def close(self) -> None:
-        """Release the embedded server; it stops after its last user."""
+        """Release the embedded Valkey; it stops after its last user."""
         with self._lock:
             server, self._server = self._server, None
             self._closings += 1
