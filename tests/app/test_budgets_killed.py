@@ -15,30 +15,77 @@ from tests.support.scanning import idle
 from tests.support.sdk import seeded
 from tests.support.server import TestServer
 
-LIMIT = 150
+LIMIT = 450
+WORKERS = 3
+KILLS = 4
+PER_KILL = 10
+"""More than one worker holds at a time, so that the others hold and settle while one dies."""
+
+
+class Workers:
+    """Worker processes that run side by side, and what they tell."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._alive: list[asyncio.subprocess.Process] = []
+        self._readers: list[asyncio.Task[None]] = []
+        self.holding: asyncio.Queue[asyncio.subprocess.Process] = asyncio.Queue()
+
+    async def start(self) -> None:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.app.spending_program", self._url),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        self._alive.append(process)
+        ready = asyncio.Event()
+        self._readers.append(asyncio.create_task(self._read(process, ready)))
+        async with asyncio.timeout(60):
+            await ready.wait()
+
+    async def _read(self, process: asyncio.subprocess.Process, ready: asyncio.Event) -> None:
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            if line == b"ready\n":
+                ready.set()
+            elif line == b"holding\n":
+                self.holding.put_nowait(process)
+
+    def is_alive(self, process: asyncio.subprocess.Process) -> bool:
+        return process in self._alive
+
+    def kill(self, process: asyncio.subprocess.Process) -> None:
+        """Kill a process, with whatever it holds."""
+        self._alive.remove(process)
+        process.kill()
+
+    async def end(self) -> None:
+        while self._alive:
+            self.kill(self._alive[0])
+        await asyncio.gather(*self._readers)
 
 
 @contextlib.asynccontextmanager
-async def worker(url: str) -> AsyncGenerator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.app.spending_program", url), stdout=asyncio.subprocess.PIPE
-    )
+async def workers(url: str) -> AsyncGenerator[Workers]:
+    fleet = Workers(url)
     try:
-        await tells(process, "ready")
-        yield process
+        await asyncio.gather(*(fleet.start() for _ in range(WORKERS)))
+        yield fleet
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()
+        await fleet.end()
 
 
-async def tells(process: asyncio.subprocess.Process, text: str) -> None:
-    assert process.stdout is not None
-    async with asyncio.timeout(20):
-        while line := await process.stdout.readline():
-            if line.decode().strip() == text:
-                return
-    raise AssertionError(f"it ended without telling {text!r}")
+async def next_hold(fleet: Workers, client: Client) -> asyncio.subprocess.Process:
+    """The next process that holds a part of the budget, which is never exceeded."""
+    while not fleet.is_alive(process := await fleet.holding.get()):
+        pass
+    status = await client.budget("fleet")
+    assert status.usage.get("tokens", 0) + status.reserved.get("tokens", 0) <= LIMIT
+    return process
+
+
+async def watch(fleet: Workers, client: Client) -> None:
+    while True:
+        await next_hold(fleet, client)
 
 
 async def ended(run: ff.Run[int]) -> bool:
@@ -55,23 +102,28 @@ async def test_kills_leave_no_holds_and_no_overspending(engine: Engine, valkey: 
     rng = seeded("killed while holding")
     await Client(engine.backend).create_budget("fleet", {"tokens": LIMIT})
     app, agent = application(valkey.url)
-    async with app:
+    async with app, workers(valkey.url) as fleet:
         client = await app.client()
-        runs = [await agent.submit(rng.randrange(1, 20)) for _ in range(30)]
-        for _ in range(3):
-            async with worker(valkey.url) as doomed:
-                await tells(doomed, "holding")
-                # It dies with whatever it holds.
-                doomed.kill()
-                await doomed.wait()
-            status = await client.budget("fleet")
-            assert status.usage.get("tokens", 0) + status.reserved.get("tokens", 0) <= LIMIT
-        async with worker(valkey.url):
-            outcomes = await asyncio.gather(*map(ended, runs))
+
+        async def submit(count: int) -> list[ff.Run[int]]:
+            return [await agent.submit(rng.randrange(1, 20)) for _ in range(count)]
+
+        runs = list[ff.Run[int]]()
+        for _ in range(KILLS):
+            runs += await submit(PER_KILL)
+            for _ in range(rng.randrange(PER_KILL // 2)):
+                await next_hold(fleet, client)
+            fleet.kill(await next_hold(fleet, client))
+            await fleet.start()
+        runs += await submit(LIMIT // SPENT)
+        watching = asyncio.create_task(watch(fleet, client))
+        outcomes = await asyncio.gather(*map(ended, runs))
+        assert not watching.done(), watching.exception()
+        watching.cancel()
+        await fleet.end()
         # The reconciler finds the holds whose leases are over; others end with their execution.
         assert (await idle(engine).scan_once("budget_reconciler")).errors == 0
         status = await client.budget("fleet")
     assert status.reserved == {}
-    assert status.usage["tokens"] <= LIMIT
-    assert status.usage["tokens"] >= SPENT * sum(outcomes)
+    assert SPENT * sum(outcomes) <= status.usage["tokens"] <= LIMIT
     assert status.usage["tokens"] % SPENT == 0
