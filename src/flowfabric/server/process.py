@@ -39,7 +39,7 @@ class ServerProcess:
         self.config = config
         self.scanners = ScannerSupervisor(backend, config.scanners)
         self.services = Services(backend, config, self.scanners)
-        self.dispatcher = EventDispatcher(backend)
+        self.dispatcher = EventDispatcher(backend, config.scanners)
         self.app = ServerApp(
             self.services, RouteTable(all_routes(metrics_auth=config.metrics_auth))
         )
