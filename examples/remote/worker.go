@@ -2,14 +2,15 @@
 package main
 
 import (
-	"bytes"
+	"context"
 	"crypto/rand"
 	"encoding/json"
-	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"os"
 	"os/signal"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -18,80 +19,72 @@ import (
 const ttl = 30 * time.Second
 
 type dict = map[string]any
+type claim struct {
+	Handle, Execution_kind string
+	Payload_b64            []byte // The arguments of the call, as a JSON array.
+}
 type answer struct {
 	Draining bool
 	Results  []struct{ Status int }
-	Claims   []struct {
-		Handle, Execution_kind string
-		Payload_b64            []byte // The arguments of the call, as a JSON array.
-	}
+	Claims   []claim
 }
 
-var tasks = map[string]func([]any) (any, error){
-	"shout":  func(in []any) (any, error) { return strings.ToUpper(in[0].(string)), nil },
-	"refuse": func([]any) (any, error) { return nil, errors.New("not today") },
+// The context ends when the lease is lost: another worker may have the execution.
+var tasks = map[string]func(context.Context, []any) (any, error){
+	"shout":  func(_ context.Context, in []any) (any, error) { return strings.ToUpper(in[0].(string)), nil },
+	"refuse": func(context.Context, []any) (any, error) { return nil, fmt.Errorf("not today") },
 }
 
 func post(path string, body dict) (found answer) { // Retries; the server recognises repeats.
-	data, _ := json.Marshal(body)
-	for {
-		request, _ := http.NewRequest("POST", os.Getenv("FF_URL")+"/v1/remote/"+path, bytes.NewReader(data))
+	for data, _ := json.Marshal(body); ; time.Sleep(time.Second) {
+		request, _ := http.NewRequest("POST", os.Getenv("FF_URL")+"/v1/remote/"+path, strings.NewReader(string(data)))
 		request.Header.Set("Content-Type", "application/json")
 		request.Header.Set("Authorization", "Bearer "+os.Getenv("FF_API_TOKEN"))
 		if reply, err := http.DefaultClient.Do(request); err == nil {
 			err = json.NewDecoder(reply.Body).Decode(&found)
-			reply.Body.Close()
-			if reply.StatusCode == 200 && err == nil {
+			if reply.Body.Close(); reply.StatusCode == 200 && err == nil {
 				return found
 			} else if reply.StatusCode/100 == 4 && reply.StatusCode != 429 {
 				panic(path + ": " + reply.Status)
 			}
 		}
-		time.Sleep(time.Second)
 	}
 }
 
-func run(handle, kind string, payload []byte) {
-	var arguments []any
-	json.Unmarshal(payload, &arguments)
-	ended := make(chan func(), 1)
+func run(work claim) {
+	ctx, end := context.WithCancel(context.Background())
+	defer end()
 	go func() {
-		result, err := tasks[kind](arguments)
-		path, item := "complete", dict{"handle": handle, "result_encoding": "json"}
-		if item["result_b64"], _ = json.Marshal(result); err != nil {
-			path, item = "fail", dict{"handle": handle, "reason": err.Error()}
-		}
-		ended <- func() { post(path, dict{"items": []dict{item}}) }
-	}()
-	for {
-		select {
-		case report := <-ended:
-			report()
-			return
-		case <-time.After(ttl / 3):
-			renewed := post("renew", dict{"items": []dict{{"handle": handle}}})
-			if renewed.Results[0].Status >= 400 {
-				return // The lease is lost, and another worker may have the execution.
+		for time.Sleep(ttl / 3); ctx.Err() == nil; time.Sleep(ttl / 3) {
+			if post("renew", dict{"items": []dict{{"handle": work.Handle}}}).Results[0].Status >= 400 {
+				end()
 			}
 		}
+	}()
+	var in []any
+	json.Unmarshal(work.Payload_b64, &in)
+	path, item := "complete", dict{"handle": work.Handle, "result_encoding": "json"}
+	result, err := tasks[work.Execution_kind](ctx, in)
+	if item["result_b64"], _ = json.Marshal(result); err != nil {
+		path, item = "fail", dict{"handle": work.Handle, "reason": err.Error()}
 	}
+	post(path, dict{"items": []dict{item}}) // With a lost lease, this changes nothing.
 }
 
 func main() {
-	me, stop := fmt.Sprintf("go-%d", os.Getpid()), make(chan os.Signal, 1)
+	me, names := fmt.Sprintf("go-%d", os.Getpid()), slices.Sorted(maps.Keys(tasks))
+	stop := make(chan os.Signal, 1)
 	signal.Notify(stop, syscall.SIGTERM, os.Interrupt)
-	fmt.Println("worker", me, "serves shout, refuse")
-	for draining := false; len(stop) == 0 && !draining; {
+	fmt.Println("worker", me, "serves", strings.Join(names, ", "))
+	for found := (answer{}); len(stop) == 0 && !found.Draining; {
 		id := make([]byte, 16)
 		rand.Read(id)
-		hex := fmt.Sprintf("%x", id)
-		uuid := hex[:8] + "-" + hex[8:12] + "-4" + hex[13:16] + "-8" + hex[17:20] + "-" + hex[20:]
-		found := post("claim?wait_ms=2000", dict{"worker_instance_id": me, "request_id": uuid, "max": 1,
-			"tasks": []string{"shout", "refuse"}, "lease_ttl_ms": ttl.Milliseconds()})
-		for _, claim := range found.Claims {
-			run(claim.Handle, claim.Execution_kind, claim.Payload_b64)
+		uuid := fmt.Sprintf("%x-%x-%x-%x-%x", id[:4], id[4:6], id[6:8], id[8:10], id[10:])
+		found = post("claim?wait_ms=2000", dict{"worker_instance_id": me, "request_id": uuid,
+			"tasks": names, "lease_ttl_ms": ttl.Milliseconds()})
+		for _, work := range found.Claims {
+			run(work)
 		}
-		draining = found.Draining
 	}
 	post("claim", dict{"worker_instance_id": me, "leaving": true})
 }

@@ -28,7 +28,8 @@ async function post(path, body) { // Retries until it gets a response, which is 
 const held = new Map(); // Running tasks: handle → AbortController.
 async function run(claim) {
   const { handle, execution_kind: kind } = claim, { signal } = held.get(handle);
-  const frames = (list) => post("/v1/remote/frames", { items: [{ handle, frames: list }] });
+  let seq = claim.seq_base; // Numbers each frame, so that a repeat is not written twice.
+  const frames = (list) => post("/v1/remote/frames", { items: [{ handle, frames: list, seq: seq += list.length }] });
   try {
     const args = JSON.parse(Buffer.from(claim.payload_b64, "base64").toString() || "[]");
     const result = JSON.stringify(await tasks[kind](args, { claim, signal, frames }));

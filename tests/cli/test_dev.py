@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import signal
 import socket
 from base64 import b64encode
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from flowfabric.cli.watching import ProjectFiles
 from tests.support.command import Cli
 from tests.support.http import Http
+from tests.support.server import TestServer
 from tests.support.terminal import CTRL_C, Terminal, in_terminal, nothing_left
 
 APP = """
@@ -143,16 +146,30 @@ async def test_a_port_in_use_is_an_error(project: Cli) -> None:
     await nothing_left(project.folder)
 
 
-async def test_a_deployment_of_the_application_s_own_is_said(
-    cli: Cli, project: Cli, unprepared: str
-) -> None:
+async def test_a_deployment_of_the_application_s_own_is_said(cli: Cli, project: Cli) -> None:
     url = cli.environment["FF_URL"]
-    project.environment |= {"FF_URL": unprepared, "FF_WAITPOINT_HMAC_SECRET": "ab" * 32}
+    # Its own: this one is prepared, and other tests need one that is not.
+    other = TestServer()
+    project.environment |= {"FF_URL": other.url, "FF_WAITPOINT_HMAC_SECRET": "ab" * 32}
     (project.folder / "shop.py").write_text(APP.replace("Fabric()", f"Fabric({url!r})"))
-    async with in_terminal(project, "dev", "shop:app", "--port", "0") as terminal:
-        await terminal.shows("set --url or FF_URL for both")
-        terminal.type(CTRL_C)
-        assert await terminal.end() == 0
+    try:
+        async with in_terminal(project, "dev", "shop:app", "--port", "0") as terminal:
+            await terminal.shows("set --url or FF_URL for both")
+            terminal.type(CTRL_C)
+            assert await terminal.end() == 0
+    finally:
+        other.stop()
+
+
+async def test_with_json_every_line_is_an_object(project: Cli) -> None:
+    async with project.start("dev", "shop:app", "--port", "0", "--json") as running:
+        ready = json.loads(await running.line('"action":"dev_ready"'))
+        assert ready["API"].startswith("http://127.0.0.1:")
+        assert ready["tasks"] == "endless, greet"
+        running.send(signal.SIGTERM)
+        done = await running.end()
+    assert done.code == 0, done.out
+    assert all(json.loads(line)["level"] for line in done.out.splitlines())
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from flowfabric.cli.commands import tokens
@@ -54,6 +55,13 @@ def test_a_limit_is_set_shown_changed_and_removed(
     assert Tokens(path=file).identify(f"Bearer {made}".encode()) is not None
     tokens.limit("ci", file=file)
     assert capsys.readouterr().out == "ci is not limited.\n"
+    tokens.limit("ci", rate=4, file=file, as_json=True)
+    limited = msgspec.json.decode(capsys.readouterr().out)
+    assert (limited["id"], limited["rate_per_s"], limited["burst"]) == ("ci", 4.0, None)
+    assert "hash" not in limited
+    tokens.revoke("ci", file=file, as_json=True)
+    assert msgspec.json.decode(capsys.readouterr().out) == {"id": "ci", "revoked": True}
+    tokens.create("ci", scopes=["read"], file=file)
     with pytest.raises(ConfigError, match="rate_per_s must be above 0"):
         tokens.limit("ci", rate=0, file=file)
     with pytest.raises(CliError, match="there is no token"):

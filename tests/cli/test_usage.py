@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
+import typer
 
 from flowfabric import __version__
-from flowfabric.cli.main import COMMANDS, SYNONYMS, load_command
+from flowfabric.cli.main import COMMANDS, SYNONYMS, app, load_command
 from tests.support.command import COMMAND, Cli
 from tests.support.listening import listening
 from tests.support.server import free_port
@@ -49,6 +50,25 @@ async def test_every_command_has_help(bare: Cli, command: str) -> None:
 async def test_version(bare: Cli, asked: str) -> None:
     done = await bare(asked)
     assert (done.code, done.out) == (0, f"flowfabric {__version__}\n")
+
+
+async def test_version_as_json(bare: Cli) -> None:
+    done = await bare("version", "--json")
+    assert (done.code, done.objects) == (0, [{"version": __version__}])
+
+
+def test_every_command_has_json() -> None:
+    whole: Any = typer.main.get_command(app)
+    found = {name: load_command(name) for name in COMMANDS} | {
+        name: whole.commands[name] for name in set(ALL_COMMANDS) - set(COMMANDS)
+    }
+    lacking = [
+        f"{name} {each.name}"
+        for name, command in found.items()
+        for each in getattr(command, "commands", {"": command}).values()
+        if not any("--json" in option.opts for option in each.params)
+    ]
+    assert lacking == []
 
 
 async def test_it_is_a_module_too(bare: Cli) -> None:
@@ -169,6 +189,8 @@ def test_the_list_of_commands_says_what_their_own_help_says(name: str) -> None:
         (("status",), "No such command 'status'. Did you mean 'show'?"),
         (("retry",), "No such command 'retry'. Did you mean 'replay'?"),
         (("logs",), "No such command 'logs'. Did you mean 'tail'?"),
+        (("serv",), "No such command 'serv'. Did you mean 'server'?"),
+        (("serve",), "No such command 'serve'. Did you mean 'server'?"),
         (("stauts",), "No such command 'stauts'. Did you mean 'show'?"),
     ],
 )

@@ -135,7 +135,7 @@ async def test_the_work_of_a_killed_worker_is_done_by_another(shop: Cli, client:
 
 async def test_json_logs_are_all_there_is(shop: Cli, client: Client) -> None:
     async with shop.start(
-        "worker", "shop:app", "--json-logs", "--lanes", "mails", "--capabilities", "gpu,eu"
+        "worker", "shop:app", "--json", "--lanes", "mails", "--capabilities", "gpu,eu"
     ) as running:
         await running.line("worker_ready")
         running.send(signal.SIGTERM)

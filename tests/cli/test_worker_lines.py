@@ -123,7 +123,7 @@ async def test_a_cancellation_and_a_timeout_say_what_they_are(shop: Cli, client:
 
 
 async def test_json_keeps_every_field(shop: Cli, client: Client) -> None:
-    async with shop.start("worker", "shop:app", "--json-logs", "--capabilities", "gpu,cuda") as one:
+    async with shop.start("worker", "shop:app", "--json", "--capabilities", "gpu,cuda") as one:
         await one.line("worker_ready")
         failed = (await client.submit("call", policy=RETRIED)).execution_id
         await client.wait(failed, 20)

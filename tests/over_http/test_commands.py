@@ -169,6 +169,12 @@ async def test_limits(commands: Commands) -> None:
     await commands.run("quota", "update", "api", "--max-requests", "7")
     assert "7" in (await commands.same("quota", "show", "api")).out
     assert "api" in (await commands.same("quotas")).out
+    for unknown in (
+        *(("budget", "show"), ("budget", "reset"), ("quota", "show")),
+        *(("budget", "raise", "tokens=5"), ("quota", "update", "--max-requests=5")),
+    ):
+        said = await commands.refused(*unknown[:2], "nope", *unknown[2:])
+        assert "nope" in said, unknown
 
 
 async def test_the_doctor(commands: Commands) -> None:

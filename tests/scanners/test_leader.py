@@ -115,7 +115,6 @@ async def test_a_full_server_still_grants_the_lease(engine: Engine) -> None:
         await call("CONFIG", "SET", "maxmemory", "0")
     stop.set()
     await task
-    await leadership.resign()
 
 
 async def test_two_at_once_have_one_effect(engine: Engine, valkey: TestServer) -> None:

@@ -146,6 +146,21 @@ async def test_stop_abandons_what_does_not_end(
     assert [record.__dict__["action"] for record in caplog.records] == ["scanners_abandoned"]
 
 
+async def test_stop_keeps_to_its_bound_while_the_server_is_away(
+    engine: Engine, valkey: TestServer
+) -> None:
+    """A call has ten seconds of patience; giving up the lease may not take them."""
+    with FaultProxy(valkey.socket_path) as proxy:
+        async with await ValkeyBackend.connect(parse_url(proxy.url)) as backend:
+            supervisor = ScannerSupervisor(backend, HOURLY)
+            supervisor.start()
+            await until(lambda: all(s.cycles for s in supervisor.status().values()))
+            assert supervisor.leadership.is_leader
+            proxy.down()
+            async with asyncio.timeout(5):
+                await supervisor.stop(timeout=0.1)
+
+
 async def test_stop_twice_and_without_start(engine: Engine) -> None:
     supervisor = ScannerSupervisor(engine.backend, QUICK)
     await supervisor.stop()

@@ -254,9 +254,9 @@ REMOTE: dict[str, list[Row]] = {
     "POST /v1/remote/fail": items(reason="x"),
     "POST /v1/remote/delay": items(delay_ms=5),
     "POST /v1/remote/suspend": items(waitpoint_key="k"),
-    "POST /v1/remote/frames": items(frames=[{"text": "x"}]),
+    "POST /v1/remote/frames": items(frames=[{"text": "x"}], seq=1),
     "POST /v1/remote/progress": items(pct=5),
-    "POST /v1/remote/usage": items(budget="b", dimensions={"tokens": 1}),
+    "POST /v1/remote/usage": items(budget="b", dimensions={"tokens": 1}, dedup_key="k"),
 }
 NEW_FLOW = {"flow_id": "$uuid", "flow_kind": "etl", "namespace": "default"}
 MEMBER = {"flow_id": "$id", "execution_id": "$execution_id"}

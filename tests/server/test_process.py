@@ -10,8 +10,13 @@ from pathlib import Path
 import pytest
 
 from flowfabric.cli.main import main
+from flowfabric.core.state import PublicState
 from tests.server.conftest import running
 from tests.support.command import Cli
+from tests.support.engine import Engine
+from tests.support.http import Http
+from tests.support.sdk import until
+from tests.support.server import free_port
 
 LEAST = {"namespace": "default", "execution_kind": "resize"}
 
@@ -76,6 +81,58 @@ async def test_a_backend_that_this_version_lacks_exits_with_2(cli: Cli) -> None:
 async def test_check_config_connects_to_nothing(cli: Cli) -> None:
     done = await cli("server", "--check-config", FF_URL="valkey://127.0.0.1:1")
     assert (done.code, done.out) == (0, "The settings are valid.\n")
+
+
+async def test_check_config_prints_json_and_warns_of_a_missing_tokens_file(
+    cli: Cli, tmp_path: Path
+) -> None:
+    done = await cli("server", "--check-config", "--json")
+    assert (done.code, done.objects) == (0, [{"valid": True, "warnings": []}])
+    missing = {"FF_API_TOKENS_FILE": str(tmp_path / "tokens.toml")}
+    done = await cli("server", "--check-config", "--json", **missing)
+    (warning,) = done.objects[0]["warnings"]
+    assert warning == (
+        f"FF_API_TOKENS_FILE: {tmp_path}/tokens.toml does not exist, so no token of it is valid. "
+        "Create one with: flowfabric tokens create"
+    )
+    done = await cli("server", "--check-config", **missing)
+    assert done.out == f"warning: {warning}\nThe settings are valid.\n"
+    async with running(cli, **missing) as (server, http):
+        assert warning in "\n".join(server.seen)
+        assert (await http.get("/v1/executions")).status == 401
+
+
+async def test_with_json_every_line_is_an_object(cli: Cli) -> None:
+    async with cli.start("server", "--listen", "127.0.0.1:0", "--json") as server:
+        ready = json.loads(await server.line('"action":"server_ready"'))
+        assert ready["address"].startswith("http://127.0.0.1:")
+        assert ready["tokens"] == "none: open to this machine"
+        server.send(signal.SIGTERM)
+        done = await server.end()
+    assert all(json.loads(line)["level"] for line in done.out.splitlines())
+
+
+async def test_without_http_only_the_scanners_run(cli: Cli, engine: Engine) -> None:
+    port = free_port()
+    variables = {"FF_LISTEN_ADDR": f"127.0.0.1:{port}", "FF_DELAYED_PROMOTER_INTERVAL_MS": "100"}
+    delayed = await engine.create(delay_until=await engine.now() + 200)
+    async with cli.start("server", "--no-http", **variables) as server:
+        await server.line("none: only the scanners run")
+        await server.line("Ready. Ctrl-C or SIGTERM stops it.")
+
+        async def is_promoted() -> bool:
+            state = await engine.backend.reads.read_execution_state(delayed)
+            return state is PublicState.WAITING
+
+        await until(is_promoted, "a scanner")
+        with pytest.raises(OSError):
+            await Http(("127.0.0.1", port)).get("/livez")
+        server.send(signal.SIGTERM)
+        done = await server.end()
+    assert done.code == 0, done.out
+    assert "no API token" not in done.out
+    refused = await cli("server", "--no-http", "--listen", "127.0.0.1:0")
+    assert (refused.code, "--no-http serves none" in refused.err) == (2, True)
 
 
 async def test_a_port_in_use_is_said_and_exits_with_1(cli: Cli) -> None:

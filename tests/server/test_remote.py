@@ -311,7 +311,7 @@ async def test_a_stale_handle_changes_nothing(http: Http, engine: Engine) -> Non
         "delay": {"delay_ms": 1000},
         "suspend": {"waitpoint_key": "k"},
         "progress": {"pct": 5},
-        "frames": {"frames": [{"text": "x"}]},
+        "frames": {"frames": [{"text": "x"}], "seq": 1},
     }
     for name, fields in calls.items():
         answer = await http.post(f"/v1/remote/{name}", {"items": [about | fields]})

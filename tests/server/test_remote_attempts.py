@@ -10,6 +10,7 @@ import pytest
 
 from flowfabric.core.contracts.budgets import NewBudget
 from flowfabric.core.ids import ExecutionId, budget_id, new_uuid
+from tests.support.budgets import new_budget, used
 from tests.support.engine import Engine
 from tests.support.http import Http
 from tests.support.proxy import FaultProxy
@@ -159,11 +160,46 @@ async def test_output_is_written_once(http: Http, engine: Engine) -> None:
     page = await engine.backend.streams.read_stream(execution_id, 0)
     assert [frame.payload for frame in page.frames] == ["hé".encode(), b"\xff", b"x"]
     both = [{"text": "x", "payload": [1]}]
-    assert (await one(http, "frames", handle=handle, frames=both))["status"] == 400
-    assert (await one(http, "frames", handle=handle, frames=[{"no": 1}]))["status"] == 400
-    live = {"mode": "best_effort", "ttl_ms": 1000, "retention_maxlen": 10}
+    about = {"handle": handle, "seq": 4}
+    assert (await one(http, "frames", **about, frames=both))["status"] == 400
+    assert (await one(http, "frames", **about, frames=[{"no": 1}]))["status"] == 400
+    unnumbered = await one(http, "frames", handle=handle, frames=[{"text": "x"}])
+    assert (unnumbered["status"], unnumbered["detail"]) == (422, "seq: missing")
+    live = {"mode": "best_effort", "ttl_ms": 1000, "retention_maxlen": 10, "seq": 4}
     row = await one(http, "frames", handle=handle, frames=[{"text": "x"}], **live)
     assert row["status"] == 200
+
+
+async def test_frames_of_a_resumed_attempt_are_no_repeats(http: Http, engine: Engine) -> None:
+    """The stream goes on, and a worker that starts to count again starts above the last one."""
+    execution_id = await engine.create()
+    bases: list[int] = []
+    for text in ("before", "after"):
+        (claim,) = (await http.post("/v1/remote/claim", ME)).json["claims"]
+        assert claim["attempt_index"] == 0
+        bases.append(claim["seq_base"])
+        item = {"frames": [{"text": text}], "seq": claim["seq_base"] + 1}
+        row = await one(http, "frames", handle=claim["handle"], **item)
+        assert row["result"]["Appended"]["duplicate"] is False
+        await one(http, "delay", handle=claim["handle"], delay_ms=0)
+    page = await engine.backend.streams.read_stream(execution_id, 0)
+    assert [frame.text for frame in page.frames] == ["before", "after"]
+    assert bases == [2**32, 2 * 2**32]
+
+
+async def test_a_repeated_suspension_needs_no_id(http: Http, engine: Engine) -> None:
+    await engine.backend.secrets.seed_at_boot(SECRET)
+    execution_id, handle = await take(http, engine)
+    item = {"handle": handle, "waitpoint_key": "approval", "timeout_ms": 3_600_000}
+    await lost(http, "suspend", **item)
+    first, second = [(await one(http, "suspend", **item))["result"] for _ in range(2)]
+    assert first == second
+    (waitpoint,) = first["Suspended"]["waitpoints"]
+    stored = await engine.backend.waitpoints.list_pending_waitpoints(execution_id)
+    assert [each.waitpoint_id for each in stored.entries] == [waitpoint["waitpoint_id"]]
+    # Something else is no repeat: the lease has been released.
+    other = await one(http, "suspend", **item | {"waitpoint_key": "other"})
+    assert (other["status"], other["code"]) == (409, "execution_not_active")
 
 
 async def test_progress(http: Http, engine: Engine) -> None:
@@ -201,6 +237,21 @@ async def test_usage_is_counted_once(http: Http, engine: Engine) -> None:
     assert (hard["current_usage"], hard["action"]) == (80, "fail")
     row = await one(http, "usage", **item | {"budget": "unknown"})
     assert (row["status"], row["code"]) == (404, "budget_not_found")
+    for key, problem in (({}, "dedup_key: missing"), ({"dedup_key": ""}, "dedup_key: ")):
+        unnamed = {name: each for name, each in item.items() if name != "dedup_key"} | key
+        row = await one(http, "usage", **unnamed)
+        assert row["status"] == 422, row
+        assert row["detail"].startswith(problem)
+
+
+async def test_usage_counts_after_the_lease_is_lost(http: Http, engine: Engine) -> None:
+    """It was spent all the same (07 §3)."""
+    known = await new_budget(engine.backend, {"tokens": 100})
+    execution_id, handle = await take(http, engine)
+    await engine.backend.leases.revoke_lease(execution_id)
+    item = {"budget": known, "dimensions": {"tokens": 40}, "dedup_key": "a"}
+    assert await one(http, "usage", handle=handle, **item) == {"status": 200, "result": "Ok"}
+    assert await used(engine.backend.budgets, known) == {"tokens": 40}
 
 
 @pytest.mark.parametrize("name", ["fail", "delay", "suspend", "frames", "progress", "usage"])
@@ -211,9 +262,9 @@ async def test_items_are_checked_one_by_one(http: Http, engine: Engine, name: st
         "fail": {"reason": "no"},
         "delay": {"delay_ms": 1},
         "suspend": {"waitpoint_key": "k"},
-        "frames": {"frames": [{"text": "x"}]},
+        "frames": {"frames": [{"text": "x"}], "seq": 1},
         "progress": {"pct": 1},
-        "usage": {"budget": "none", "dimensions": {"a": 1}},
+        "usage": {"budget": "none", "dimensions": {"a": 1}, "dedup_key": "k"},
     }[name]
     items = [{}, {"handle": "x", **fields}, {"handle": handle, **fields}]
     rows = (await http.post(f"/v1/remote/{name}", {"items": items})).json["results"]

@@ -155,24 +155,3 @@ async def submit_until_gone(http: Http, created: list[str]) -> None:
             assert answer.status == 503, answer.body
             return
         created.append(answer.json["Created"]["execution_id"])
-
-
-async def test_what_is_refused_while_a_server_stops(cli: Cli, engine: Engine) -> None:
-    """Readiness goes first, then new streams; a request that has begun still finishes."""
-    waiting = await engine.create()
-    async with running(cli) as (server, http):
-        slow = await asyncio.open_connection(*http.address)
-        head = f"POST {PATH} HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\n"
-        body = b'{"namespace":"default","execution_kind":"late"}'
-        slow[1].write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body[:10])
-        kept = [await asyncio.open_connection(*http.address) for _ in range(2)]
-        async with follow(http, f"{PATH}/{waiting}/events") as source:
-            await source.next()
-            server.send(signal.SIGTERM)
-            assert await source.rest() == []
-        slow[1].write(body[10:])
-        assert (await slow[0].readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 201 ")
-        done = await server.end()
-        assert done.code == 0, done.out
-        for _, writer in (slow, *kept):
-            writer.close()

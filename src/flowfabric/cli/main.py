@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from flowfabric.bench.command import register as register_bench
 from flowfabric.cli.errors import CliError, UsageError, discard_output, prepare_streams, report
-from flowfabric.cli.options import Namespace, Target, Url, flag
+from flowfabric.cli.options import Json, Namespace, Target, Url, flag
 from flowfabric.core.errors import FlowFabricError
 
 COMMANDS = {
@@ -79,7 +79,8 @@ _OTHER_NAMES = {
     "top": "dashboard live monitor overview",
     "tail": "follow log logs stream watch",
     "waiting": "approvals blocked pending suspended waits",
-    "worker": "consume serve work",
+    "server": "api serve",
+    "worker": "consume work",
     "dev": "develop up",
     "approve": "accept answer reject resume",
     "workers": "fleet nodes processes",
@@ -158,9 +159,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:  # noqa: FBT001 - the signature of option callbacks
     if wanted:
-        from flowfabric import __version__  # noqa: PLC0415
-
-        sys.stdout.write(f"flowfabric {__version__}\n")
+        version()
         raise typer.Exit
 
 
@@ -179,9 +178,12 @@ def options(
     context.obj = Target(url, namespace)
 
 
-def version() -> None:
+def version(*, as_json: Json = False) -> None:
     """Print the version."""
-    _version(wanted=True)
+    from flowfabric import __version__  # noqa: PLC0415
+
+    shown = f'{{"version":"{__version__}"}}' if as_json else f"flowfabric {__version__}"
+    sys.stdout.write(f"{shown}\n")
 
 
 for _name, (_, _summary) in COMMANDS.items():

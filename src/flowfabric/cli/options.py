@@ -145,6 +145,7 @@ By = Annotated[str | None, value("NAME", _BY, "--as")]
 Yes = Annotated[bool, flag("--yes -y", "Do not ask for confirmation.")]
 DryRun = Annotated[bool, flag("--dry-run", "Count the executions, but change nothing.")]
 Json = Annotated[bool, flag("--json", "Print JSON.")]
+JsonLogs = Annotated[bool, flag("--json", "Log one JSON object per line; print no other text.")]
 
 
 class Target(msgspec.Struct, frozen=True):

@@ -53,7 +53,7 @@ class LeaderElection:
         self._acquired_at = 0.0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Acquire, renew and watch the lease until told to stop."""
+        """Acquire, renew and watch the lease until told to stop; then give it up."""
         while not stop.is_set():
             try:
                 pause = await self._step()
@@ -65,6 +65,11 @@ class LeaderElection:
                 )
                 pause = _RETRY_S
             await wait_until(stop, pause)
+        try:
+            await self.resign()
+        except EngineError as error:
+            # The lease expires; the next leader starts a few seconds later.
+            log.debug("leader lease not released: %s", error)
 
     async def _step(self) -> float:
         """One look at the lease; returns the pause before the next."""

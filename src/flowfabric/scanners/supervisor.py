@@ -6,7 +6,7 @@ import random
 
 import msgspec
 
-from flowfabric.core.errors import EngineError, NotFoundError, invalid_input
+from flowfabric.core.errors import NotFoundError, invalid_input
 from flowfabric.core.text import shown
 from flowfabric.engine import metrics
 from flowfabric.engine.api.backend import Backend
@@ -328,11 +328,6 @@ class ScannerSupervisor:
                 task.cancel()
             await asyncio.wait(late)
         await asyncio.gather(*tasks, return_exceptions=True)
-        try:
-            await self.leadership.resign()
-        except EngineError as error:
-            # The lease expires; the next leader starts a few seconds later.
-            log.debug("leader lease not released: %s", error)
         log.info("scanners stopped", extra={"action": "scanners_stopped"})
 
     async def scan_once(self, name: str, partition: int | None = None) -> ScanResult:

@@ -16,9 +16,11 @@ or a `Problem`; `errors` are the statuses that do not follow from the rest, and 
 `tests/server/status_rows.py`. A new file is joined in `routes/table.py`.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from typing import Any, cast
 
 from flowfabric.core.errors import EngineError, FlowFabricError, NotFoundError
@@ -79,6 +81,11 @@ class ServerApp:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Serve one request."""
+        # Only a listener that stops cancels it, and has closed the connection before.
+        with suppress(asyncio.CancelledError):
+            await self._serve(scope, receive, send)
+
+    async def _serve(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         started = time.perf_counter()
         request = Request(scope, receive)
         headers = self._cors.preflight(request.method, request.headers)

@@ -10,6 +10,7 @@ import logging
 from flowfabric.core.errors import CorruptionError, EngineError
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.events import Event, Start
+from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.server.entries import entry_of
 
 log = logging.getLogger(__name__)
@@ -22,8 +23,11 @@ _TAKEN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 class EventDispatcher:
     """Follows the operator events of all partitions. Every replica may run one."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, settings: ScannerSettings) -> None:
         self._backend = backend
+        self._where = settings.filter
+        self._restart_pause_s = settings.restart_backoff_s
+        self._cursor: Start = "now"
         self._running: asyncio.Task[None] | None = None
 
     @property
@@ -42,29 +46,48 @@ class EventDispatcher:
             await asyncio.gather(self._running, return_exceptions=True)
 
     async def _run(self) -> None:
-        cursor: Start = "now"
-        pause = _FIRST_PAUSE_S
+        """Follow; after a failure, resume after the last event."""
+        pause, crashes = _FIRST_PAUSE_S, 0
         while True:
+            before = self._cursor
             try:
-                subscription = await self._backend.events.subscribe_operator_events(cursor)
-                async with subscription:
-                    async for event in subscription:
-                        pause = _FIRST_PAUSE_S
-                        if isinstance(event, CorruptionError):
-                            extra = {"action": "event_unreadable"}
-                            log.warning("cannot read an entry of the feed: %s", event, extra=extra)
-                        else:
-                            _mirror(event)
-                        cursor = subscription.cursor
+                await self._follow()
             except EngineError as error:
                 if error.code == "cursor_expired":
                     # More happened than the feeds keep: the rest is gone, and says so.
                     text = "operator events were trimmed before they were read: %s"
                     log.warning(text, error, extra={"action": "events_trimmed"})
-                    cursor = error.details[0] if error.details else "now"
+                    self._cursor = error.details[0] if error.details else "now"
                 log.debug("cannot follow the operator events, trying again: %s", error)
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, _LAST_PAUSE_S)
+                pause = _FIRST_PAUSE_S if self._cursor != before else min(pause * 2, _LAST_PAUSE_S)
+                await asyncio.sleep(pause)
+            except Exception:
+                crashes += 1
+                text = "event dispatcher: crashed, restarting in %g s"
+                extra = {"action": "dispatcher_crashed", "restart_count": crashes}
+                log.exception(text, self._restart_pause_s, extra=extra)
+                await asyncio.sleep(self._restart_pause_s)
+
+    async def _follow(self) -> None:
+        subscription = await self._backend.events.subscribe_operator_events(self._cursor)
+        async with subscription:
+            try:
+                async for event in subscription:
+                    if isinstance(event, CorruptionError):
+                        extra = {"action": "event_unreadable"}
+                        log.warning("cannot read an entry of the feed: %s", event, extra=extra)
+                    elif await self._is_ours(event):
+                        _mirror(event)
+            finally:
+                # Also without any event: the subscription began somewhere.
+                self._cursor = subscription.cursor
+
+    async def _is_ours(self, event: Event) -> bool:
+        """Whether the filter of this process accepts an event (09 §2.3)."""
+        if event.execution_id is not None:
+            return bool(await self._where.accepted(self._backend, [event.execution_id]))
+        # A flow belongs to a namespace; budgets and quotas belong to none.
+        return event.namespace is None or self._where.namespace in (None, event.namespace)
 
 
 def _mirror(event: Event) -> None:

@@ -198,14 +198,23 @@ class Listener(uvicorn.Server):
         await self.shutdown(sockets=[self._socket])
 
     async def stop(self, timeout_s: float) -> bool:
-        """Stop accepting, and let requests under way finish; False if some did not in time."""
+        """Stop accepting, and let requests under way finish; cancel those that do not in time.
+
+        Returns whether all of them finished.
+        """
         if self._serving is None:
             return True
         self.should_exit = True
         _, late = await asyncio.wait([self._serving], timeout=timeout_s)
         if late:
             self.force_exit = True
-            await self._serving
+            # First the connections, so that nothing is answered to a request that is cancelled.
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+            requests = list(self.server_state.tasks)
+            for request in requests:
+                request.cancel()
+            await asyncio.gather(*requests, self._serving, return_exceptions=True)
         return not late
 
 

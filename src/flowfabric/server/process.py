@@ -39,7 +39,7 @@ class ServerProcess:
         self.config = config
         self.scanners = ScannerSupervisor(backend, config.scanners)
         self.services = Services(backend, config, self.scanners)
-        self.dispatcher = EventDispatcher(backend)
+        self.dispatcher = EventDispatcher(backend, config.scanners)
         self.app = ServerApp(
             self.services, RouteTable(all_routes(metrics_auth=config.metrics_auth))
         )
@@ -54,11 +54,12 @@ class ServerProcess:
 
     @classmethod
     async def start(
-        cls, config: ServerConfig, location: ServerLocation, *, warn: bool = True
+        cls, config: ServerConfig, location: ServerLocation, *, warn: bool = True, http: bool = True
     ) -> Self:
         """Boot in the order of 09 §1; the first error ends it, and nothing is left running.
 
-        `warn` logs what is open to everyone; `flowfabric dev` shows it in its own way.
+        `warn` logs what is open to everyone; `flowfabric dev` shows it in its own way. Without
+        `http`, only the scanners and the event dispatcher run (09 §11.10).
         """
         if not (location.embedded or location.remote) and not config.has_hmac_secret:
             raise ConfigError(
@@ -74,9 +75,10 @@ class ServerProcess:
             server.services.dispatcher = server.dispatcher
             server.dispatcher.start()
             try:
-                if warn:
-                    server.warn()
-                await server.listen()
+                if http:
+                    if warn:
+                        server.warn()
+                    await server.listen()
             except BaseException:
                 await server.dispatcher.stop()
                 await server.scanners.stop()
@@ -85,6 +87,11 @@ class ServerProcess:
             await backend.aclose()
             raise
         return server
+
+    @property
+    def serves_http(self) -> bool:
+        """Whether it listens."""
+        return self._listener is not None
 
     def warn(self) -> None:
         """Say what is open to everyone."""
@@ -152,7 +159,9 @@ class ServerProcess:
         # The backend counts what its own step runs out of.
         if self._meter is not None and error is None:
             self._meter.count("ff_shutdown_timeout_total")
-        extra = {"action": "shutdown_timeout", "what": what, "error": str(error or "")}
+        extra = {"action": "shutdown_timeout", "what": what}
+        if error is not None:
+            extra["error"] = str(error)
         log.warning("shutdown timed out while waiting for %s", what, extra=extra)
 
 

@@ -98,6 +98,10 @@ class ClusterTransport(Transport):
 
         await call.run(ping)
 
+    async def refresh(self) -> None:
+        """Read the slot map again; if no node answers, the old one stays."""
+        await asyncio.wait([self._start_refresh()])
+
     async def aclose(self) -> None:
         self._closed = True
         links = self._links_so_far()

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from typing import Final, Unpack
 
 from flowfabric.core.errors import EngineError, TransportError, engine_error
@@ -17,8 +18,10 @@ log = logging.getLogger(__name__)
 
 # After this long, the log says what the process is waiting for.
 _SILENCE: Final = 1.0
+VERSION_BUDGET_S: Final = 60.0
+"""How long a process that sets up a deployment waits for a Valkey that is new enough (09 §1.1)."""
 _FIRST_PAUSE: Final = 0.2
-_LAST_PAUSE: Final = 2.0
+_LAST_PAUSE: Final = 5.0
 
 
 async def connect(
@@ -56,18 +59,18 @@ async def connect(
 
 
 async def check_server(
-    transport: Transport, *, budget: float | None = None, replicas: bool = True
+    transport: Transport, *, budget: float = VERSION_BUDGET_S, replicas: bool = True
 ) -> tuple[int, int]:
     """The lowest (major, minor) over all nodes; raises if it is below `MINIMUM_VERSION`.
 
-    Asks again for `budget` seconds (default: the transport's patience), because restarts,
-    failovers and rolling upgrades end by themselves. Another product or a refused login is final.
+    Asks again for `budget` seconds, because restarts, failovers and rolling upgrades end by
+    themselves. Another product or a refused login is final.
     """
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + (transport.patience_s if budget is None else budget)
-    pause = _FIRST_PAUSE
+    deadline = loop.time() + budget
     call_all = transport.call_all_nodes if replicas else transport.call_all_primaries
-    while True:
+    waiting = False
+    for pause in pauses():
         try:
             return _lowest(await call_all("INFO", "server"))
         except _NotValkeyError as error:
@@ -76,7 +79,20 @@ async def check_server(
             final = isinstance(error, TransportError) and not error.retryable
             if final or loop.time() + pause > deadline:
                 raise
+            if not waiting:
+                waiting = True
+                text = "the version of Valkey cannot be used yet, asking again for up to %g s: %s"
+                extra = {"action": "version_waiting", "error": str(error)}
+                log.warning(text, budget, error, extra=extra)
         await asyncio.sleep(pause)
+    raise AssertionError("the pauses have no end")
+
+
+def pauses() -> Iterator[float]:
+    """How long to wait before asking again: doubled each time, up to a limit."""
+    pause = _FIRST_PAUSE
+    while True:
+        yield pause
         pause = min(pause * 2, _LAST_PAUSE)
 
 

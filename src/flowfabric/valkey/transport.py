@@ -33,6 +33,9 @@ class Transport:
         self._closed = self._hurried = False
         self._link = Link(address, options, revive)
 
+    async def refresh(self) -> None:
+        """Look again which node serves what; a single server serves everything."""
+
     @property
     def patience_s(self) -> float:
         """How long a call is repeated during an outage."""

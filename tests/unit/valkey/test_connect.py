@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from flowfabric.core.errors import EngineError, TransportError
-from flowfabric.engine.valkey.library import ensure_library
+from flowfabric.engine.valkey.library import LOAD_PAUSES_S, ensure_library
 from flowfabric.valkey.address import Address, parse_url
-from flowfabric.valkey.connect import check_server, connect
-from flowfabric.valkey.transport import Transport
+from flowfabric.valkey.connect import VERSION_BUDGET_S, check_server, connect, pauses
 from tests.support.listening import listening
 from tests.support.server import TestServer, free_port
 from tests.unit.valkey.resp import HELLO, bulk, scripted_peer
@@ -77,22 +77,58 @@ async def test_an_upgrade_under_way_is_waited_for() -> None:
     assert await gate(old, "", new, budget=5) == (8, 0)
 
 
-@pytest.mark.parametrize("step", [check_server, ensure_library])
-async def test_each_step_of_a_start_has_the_patience_of_a_call(
-    step: Callable[[Transport], Awaitable[object]],
-) -> None:
-    def loading(command: list[bytes]) -> bytes:
-        if command[0] in (b"INFO", b"FCALL"):
-            return b"-LOADING Valkey is loading the dataset in memory\r\n"
-        return HELLO if command[0] == b"HELLO" else b"+PONG\r\n"
+def test_the_pauses_and_the_budget_of_a_start() -> None:
+    """09 §1.1 and §1.4."""
+    assert VERSION_BUDGET_S == 60
+    assert list(islice(pauses(), 7)) == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert LOAD_PAUSES_S == (0.5, 1, 2, 4, 7)
 
-    async with scripted_peer(loading) as port:
-        transport = await connect(parse_url(f"valkey://127.0.0.1:{port}"), request_timeout=0.1)
-        assert transport.patience_s == 0.2
+
+LOADING = b"-LOADING Valkey is loading the dataset in memory\r\n"
+READ_ONLY = b"-READONLY You can't write against a read only replica.\r\n"
+
+
+async def test_the_version_gate_waits_for_a_server_that_loads() -> None:
+    async with scripted_peer(refusing(b"INFO", LOADING)) as port:
+        url = f"valkey://127.0.0.1:{port}"
+        transport = await connect(parse_url(url), request_timeout=0.05)
         with pytest.raises(TransportError) as caught:
-            await asyncio.wait_for(step(transport), 5)
+            await asyncio.wait_for(check_server(transport, budget=0.3), 5)
         await transport.aclose()
     assert caught.value.kind == "busy_loading"
+
+
+@pytest.mark.parametrize("fault", [LOADING, READ_ONLY])
+async def test_a_load_is_tried_once_more_than_it_pauses(
+    fault: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[list[bytes]] = []
+    async with scripted_peer(refusing(b"FCALL", fault, asked)) as port:
+        peer = f"127.0.0.1:{port}"
+        transport = await connect(parse_url(f"valkey://{peer}"), request_timeout=0.05)
+        with pytest.raises(TransportError):
+            await asyncio.wait_for(ensure_library(transport, pauses=(0.0, 0.01, 0.0)), 5)
+        await transport.aclose()
+    told = [r.__dict__ for r in caplog.records if r.__dict__["action"] == "library_not_loaded"]
+    assert len(told) == 3
+    assert len(asked) >= 4
+    # On a replica, the log shows which nodes this process takes for primaries.
+    shown = [peer] if fault is READ_ONLY else None
+    assert [each.get("primaries") for each in told] == [shown] * 3
+
+
+def refusing(
+    name: bytes, fault: bytes, asked: list[list[bytes]] | None = None
+) -> Callable[[list[bytes]], bytes]:
+    """A server that answers one command with an error."""
+
+    def answer(command: list[bytes]) -> bytes:
+        if command[0] == name:
+            (asked if asked is not None else []).append(command)
+            return fault
+        return HELLO if command[0] == b"HELLO" else b"+PONG\r\n"
+
+    return answer
 
 
 async def test_redis_is_refused_at_once() -> None:

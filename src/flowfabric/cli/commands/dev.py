@@ -18,7 +18,12 @@ import typer
 
 from flowfabric import __version__
 from flowfabric.cli import options
-from flowfabric.cli.commands.server import check_settings, load_settings, openness
+from flowfabric.cli.commands.server import (
+    check_settings,
+    load_settings,
+    openness,
+    start_unless,
+)
 from flowfabric.cli.commands.worker import APPLICATION, CAPABILITIES, LANES, PROCESSES, listed
 from flowfabric.cli.errors import UsageError
 from flowfabric.cli.logs import Level, flush_logs, set_up_logs
@@ -69,6 +74,7 @@ def dev(
     log_level: Annotated[
         Level | None, value("LEVEL", "The lowest level to log: debug, info, warning or error.")
     ] = None,
+    as_json: options.JsonLogs = False,
     url: options.ValkeyUrl = None,
 ) -> None:
     """Run an application and all it needs, for development.
@@ -82,14 +88,14 @@ def dev(
     """
     if port is not None and listen is not None:
         raise UsageError("usage", "--port and --listen both set the port", "pass only one of them")
-    target = Target.of(context, url, None, as_json=False)
+    target = Target.of(context, url, None, as_json=as_json)
     address = listen or (None if port is None else f"127.0.0.1:{port}")
     if address is None and not os.environ.get("FF_LISTEN_ADDR"):
         # Also with a token, which would open it to the network.
         address = f"127.0.0.1:{DEFAULT_PORT}"
     load_settings(None, (), {} if address is None else {"FF_LISTEN_ADDR": address})
     config = check_settings()
-    set_up_logs(log_level, as_json=False)
+    as_json = set_up_logs(log_level, as_json=as_json)
     if log_level is None:
         for name in _ROUTINE:
             logging.getLogger(name).setLevel(logging.WARNING)
@@ -105,8 +111,9 @@ def dev(
     }
     command = ["worker", application, "--no-scanners", "--processes", str(processes)]
     command += [part for name, text in given.items() if text for part in (name, text)]
+    command += ["--json"] if as_json else []
     folders = [Path.cwd(), *(each.absolute() for each in watch or ())] if reload else []
-    development = _Development(location, command, processes, folders)
+    development = _Development(location, command, processes, folders, as_json=as_json)
     try:
         with asyncio.Runner() as runner:
             code = runner.run(development.run(ServerProcess.start(config, location, warn=False)))
@@ -120,12 +127,19 @@ class _Development:
     """One run of `flowfabric dev`."""
 
     def __init__(
-        self, location: ServerLocation, command: list[str], count: int, folders: list[Path]
+        self,
+        location: ServerLocation,
+        command: list[str],
+        count: int,
+        folders: list[Path],
+        *,
+        as_json: bool,
     ) -> None:
         self._where = describe_location(location)
         self._command = command
         self._count = count
         self._folders = folders
+        self._as_json = as_json
         self._workers: Supervisor | None = None
         self._stopping = asyncio.Event()
         self._server: ServerProcess | None = None
@@ -135,7 +149,9 @@ class _Development:
         """Serve until a signal; the exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
-        self._server = server = await start
+        self._server = server = await start_unless(self._stopping, start)
+        if server is None:
+            return 0
         try:
             return await self._serve()
         finally:
@@ -206,17 +222,20 @@ class _Development:
         assert self._server is not None
         host, port = self._server.address
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        shown_facts: list[tuple[str, Cell]] = [
-            ("API", address),
-            ("docs", f"{address}/docs"),
-            ("tokens", openness(self._server)),
-            ("data", self._where),
-            ("tasks", listed(tasks)),
-            ("reload", self._watched()),
-        ]
+        shown_facts: dict[str, Cell] = {
+            "API": address,
+            "docs": f"{address}/docs",
+            "tokens": openness(self._server),
+            "data": self._where,
+            "tasks": listed(tasks),
+            "reload": self._watched(),
+        }
+        if self._as_json:
+            log.info("dev ready", extra={"action": "dev_ready", **shown_facts})
+            return
         screen = Screen()
         screen.line((f"FlowFabric {__version__} dev", "bold"))
-        screen.facts(shown_facts)
+        screen.facts(list(shown_facts.items()))
         if facts is not None:
             screen.line(("Ready. Ctrl-C stops everything after running tasks finish.", "green"))
         sys.stdout.flush()

@@ -1,27 +1,31 @@
 """`flowfabric server` and `config`."""
 
 import asyncio
+import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from flowfabric import __version__
 from flowfabric.cli import options
+from flowfabric.cli.errors import UsageError
 from flowfabric.cli.logs import Level, flush_logs, log_settings, set_up_logs
 from flowfabric.cli.options import Target, flag, value
 from flowfabric.cli.session import describe_location
 from flowfabric.cli.views.screen import Row, Screen, print_json
+from flowfabric.core.text import shown
 from flowfabric.engine.connect import ServerLocation, check_environment
 from flowfabric.server import config as settings
 from flowfabric.server.auth import read_tokens
 from flowfabric.server.config import ServerConfig, Source
 from flowfabric.server.process import ServerProcess
 
+log = logging.getLogger(__name__)
 File = Annotated[
     Path | None,
     value("FILE", "Read settings from this TOML file. The environment overrides it.", "--config"),
@@ -56,6 +60,15 @@ def check_settings() -> ServerConfig:
     return config
 
 
+def _warnings(config: ServerConfig) -> list[str]:
+    """What is allowed, but probably a mistake."""
+    path = config.tokens_file
+    if path is None or path.exists():
+        return []
+    text = f"FF_API_TOKENS_FILE: {shown(str(path))} does not exist, so no token of it is valid."
+    return [f"{text} Create one with: flowfabric tokens create"]
+
+
 def server(
     context: typer.Context,
     *,
@@ -70,25 +83,34 @@ def server(
     log_level: Annotated[
         Level | None, value("LEVEL", "The lowest level to log: debug, info, warning or error.")
     ] = None,
-    json_logs: Annotated[bool, flag("--json-logs", "Log one JSON object per line.")] = False,
+    http: Annotated[
+        bool, flag("--http/--no-http", "Serve the API, or only run the scanners.")
+    ] = True,
+    as_json: options.JsonLogs = False,
     url: options.ValkeyUrl = None,
 ) -> None:
     """Serve the REST API until SIGTERM or Ctrl-C.
 
-    Also runs the scanners. The first signal lets running requests finish; the second
-    stops at once. Several servers can use one deployment.
+    Also runs the scanners and the event dispatcher; with --no-http, only those. The first signal
+    lets running requests finish; the second stops at once. Several servers can use one deployment.
     """
-    target = Target.of(context, url, None, as_json=json_logs)
+    if listen is not None and not http:
+        problem = "--listen sets an address, but --no-http serves none"
+        raise UsageError("usage", problem, "pass only one of them")
+    target = Target.of(context, url, None, as_json=as_json)
     load_settings(config, assignments, {} if listen is None else {"FF_LISTEN_ADDR": listen})
     checked = check_settings()
     location = ServerLocation(target.url)
     if check_config:
-        Screen().line("The settings are valid.")
+        _print_check(_warnings(checked), as_json=as_json)
         return
-    as_json = set_up_logs(log_level, as_json=json_logs)
+    as_json = set_up_logs(log_level, as_json=as_json)
+    for text in _warnings(checked):
+        log.warning(text, extra={"action": "setting_doubtful"})
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(checked, location, as_json=as_json))
+            start = ServerProcess.start(checked, location, http=http)
+            runner.run(_serve(start, location, as_json=as_json))
     finally:
         location.close()
         flush_logs()
@@ -102,7 +124,32 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
     return uvloop.Loop
 
 
-async def _serve(config: ServerConfig, location: ServerLocation, *, as_json: bool) -> None:
+def _print_check(warnings: list[str], *, as_json: bool) -> None:
+    if as_json:
+        print_json({"valid": True, "warnings": warnings})
+        return
+    screen = Screen()
+    for text in warnings:
+        screen.line(("warning: ", "yellow"), text)
+    screen.line("The settings are valid.")
+
+
+async def start_unless(
+    asked: asyncio.Event, start: Coroutine[Any, Any, ServerProcess]
+) -> ServerProcess | None:
+    """A running server; None if a signal asks to stop before it is ready."""
+    starting, stopping = asyncio.create_task(start), asyncio.create_task(asked.wait())
+    await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not starting.done():
+        starting.cancel()
+        await asyncio.wait([starting])
+    return None if starting.cancelled() else starting.result()
+
+
+async def _serve(
+    start: Coroutine[Any, Any, ServerProcess], location: ServerLocation, *, as_json: bool
+) -> None:
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -115,9 +162,15 @@ async def _serve(config: ServerConfig, location: ServerLocation, *, as_json: boo
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
-    running = await ServerProcess.start(config, location)
+    running = await start_unless(asked, start)
+    if running is None:
+        log.info("stopped before the server was ready", extra={"action": "server_stopped"})
+        return
     try:
-        if not as_json:
+        if as_json:
+            extra = {"action": "server_ready", **_facts(running, location)}
+            log.info("server ready", extra=extra)
+        else:
             _print_banner(running, location)
         await asked.wait()
     finally:
@@ -133,17 +186,20 @@ def openness(running: ServerProcess) -> str:
     return "none: open to everyone who can reach this address"
 
 
+def _facts(running: ServerProcess, location: ServerLocation) -> dict[str, str]:
+    deployment = describe_location(location)
+    if not running.serves_http:
+        return {"address": "none: only the scanners run", "deployment": deployment}
+    address = "http://{}:{}".format(*running.address)
+    return {"address": address, "deployment": deployment, "tokens": openness(running)}
+
+
 def _print_banner(running: ServerProcess, location: ServerLocation) -> None:
-    host, port = running.address
     screen = Screen()
     screen.line((f"FlowFabric {__version__} server", "bold"))
-    facts = [
-        ("address", f"http://{host}:{port}"),
-        ("deployment", describe_location(location)),
-        ("tokens", openness(running)),
-    ]
-    screen.facts(facts)
-    screen.line(("Ready. Ctrl-C or SIGTERM stops it after running requests finish.", "green"))
+    screen.facts(list(_facts(running, location).items()))
+    when = " after running requests finish" if running.serves_http else ""
+    screen.line((f"Ready. Ctrl-C or SIGTERM stops it{when}.", "green"))
     sys.stdout.flush()
 
 

@@ -11,7 +11,7 @@ import msgspec
 from flowfabric.cli import options
 from flowfabric.cli.errors import CliError, UsageError
 from flowfabric.cli.options import argument, value
-from flowfabric.cli.views.screen import Row, Screen, print_json
+from flowfabric.cli.views.screen import Row, Screen, print_json, print_result
 from flowfabric.core.ids import validate_namespace
 from flowfabric.core.text import clock
 from flowfabric.server.auth import SCOPES, StoredToken, new_token, read_tokens, write_tokens
@@ -76,10 +76,7 @@ def create(
         )
     token, stored = new_token(token_id, scopes, namespaces, rate_per_s=rate, burst=burst)
     write_tokens(path, [*known, stored])
-    if as_json:
-        print_json({"id": token_id, "token": token, "scopes": stored.scopes})
-    else:
-        Screen().line(token)
+    print_result({"id": token_id, "token": token, "scopes": stored.scopes}, token, as_json=as_json)
 
 
 def list_tokens(*, file: File = None, as_json: options.Json = False) -> None:
@@ -111,7 +108,14 @@ def _shown(token: StoredToken) -> Row:
     }
 
 
-def limit(token_id: TokenId, *, rate: Rate = None, burst: Burst = None, file: File = None) -> None:
+def limit(
+    token_id: TokenId,
+    *,
+    rate: Rate = None,
+    burst: Burst = None,
+    file: File = None,
+    as_json: options.Json = False,
+) -> None:
     """Change how many requests a token may send. Without --rate, removes the limit.
 
     Servers apply the change within a second.
@@ -122,7 +126,7 @@ def limit(token_id: TokenId, *, rate: Rate = None, burst: Burst = None, file: Fi
     changed.check()
     write_tokens(path, [changed if each.id == token_id else each for each in known])
     text = "not limited" if rate is None else f"limited to {rate:g} requests per second"
-    Screen().line(f"{token_id} is {text}.")
+    print_result(_row(changed), f"{token_id} is {text}.", as_json=as_json)
 
 
 def _find(known: Sequence[StoredToken], token_id: str) -> StoredToken:
@@ -132,13 +136,13 @@ def _find(known: Sequence[StoredToken], token_id: str) -> StoredToken:
     raise CliError("not_found", f"there is no token {token_id!r}", "see `flowfabric tokens list`")
 
 
-def revoke(token_id: TokenId, *, file: File = None) -> None:
+def revoke(token_id: TokenId, *, file: File = None, as_json: options.Json = False) -> None:
     """Revoke a token. Servers refuse it within a second."""
     path = _file(file)
     known = read_tokens(path)
-    _find(known, token_id)
+    revoked = _find(known, token_id)
     write_tokens(path, [each for each in known if each.id != token_id])
-    Screen().line(f"Revoked {token_id}.")
+    print_result({"id": revoked.id, "revoked": True}, f"Revoked {token_id}.", as_json=as_json)
 
 
 tokens = {"create": create, "list": list_tokens, "limit": limit, "revoke": revoke}

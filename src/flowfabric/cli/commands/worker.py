@@ -115,7 +115,7 @@ def worker(
     log_level: Annotated[
         Level | None, value("LEVEL", "The lowest level to log: debug, info, warning or error.")
     ] = None,
-    json_logs: Annotated[bool, flag("--json-logs", "Log one JSON object per line.")] = False,
+    as_json: options.JsonLogs = False,
     namespace: Annotated[Sequence[str] | None, _NAMESPACES] = None,
     url: options.Url = None,
 ) -> None:
@@ -131,10 +131,10 @@ def worker(
     reconfigure: Any = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(line_buffering=True)
-    target = Target.of(context, url, None, as_json=json_logs)
+    target = Target.of(context, url, None, as_json=as_json)
     member = Member.current()
     label = member.number if member is not None and member.count > 1 else None
-    as_json = set_up_logs(log_level, as_json=json_logs, process=label)
+    as_json = set_up_logs(log_level, as_json=as_json, process=label)
     if processes > 1 and member is None:
         raise typer.Exit(_supervise(processes, as_json=as_json))
     serve_metrics = None
@@ -218,7 +218,7 @@ def _serve(
         summary = runner.run(_run(app, worker, grace_s, member, serve_metrics, as_json=as_json))
     except BaseException as error:
         flush_logs()
-        with ends_within(_CLOSING_S, 1, partial(_report, error)):
+        with ends_within(_CLOSING_S, 1, partial(_report, error, as_json=as_json)):
             runner.close()
         raise
     ran_ms = round((time.monotonic() - started) * 1000)
@@ -228,9 +228,9 @@ def _serve(
         runner.close()
 
 
-def _report(error: BaseException) -> None:
+def _report(error: BaseException, *, as_json: bool) -> None:
     if isinstance(error, FlowFabricError):
-        report(error, as_json=False)
+        report(error, as_json=as_json)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -17,6 +17,8 @@ HandleKind = Literal["fresh", "resumed", "suspended", "reclaimed"]
 _BACKENDS = {0x01: "valkey", 0x02: "postgres", 0x03: "sqlite"}
 # Version 2, its format, the tag of this backend. The older form is the format alone.
 _HEAD = bytes((0x02, 0x01, 0x01))
+# Few enough that a million leases stay below 2**53, which every language can represent.
+_FRAMES_OF_ONE_LEASE = 2**32
 
 
 class Fence(msgspec.Struct, frozen=True):
@@ -61,6 +63,11 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
     def lease_epoch(self) -> int:
         """Grows with every lease of the execution; a fencing token for other systems."""
         return int(self.lease[37:])
+
+    @property
+    def seq_base(self) -> int:
+        """Number the frames of this lease from here: all earlier leases had lower numbers."""
+        return self.lease_epoch * _FRAMES_OF_ONE_LEASE
 
     @property
     def attempt_id(self) -> str:

@@ -54,6 +54,8 @@ class RemoteClaim(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
     attempt_index: int
     attempt_type: str
+    seq_base: int
+    """Number the frames of this lease upwards from here; the first one is `seq_base + 1`."""
     kind: HandleKind
     """`fresh`, `resumed` or `reclaimed`."""
     payload_b64: bytes
@@ -87,6 +89,7 @@ class RemoteClaim(msgspec.Struct, frozen=True, kw_only=True):
             namespace=claim.namespace,
             attempt_index=handle.attempt_index,
             attempt_type=claim.attempt_type,
+            seq_base=handle.seq_base,
             kind=handle.kind,
             payload_b64=claim.input_payload,
             payload_encoding=claim.payload_encoding,

@@ -35,8 +35,6 @@ _MODES = get_args(contracts.FrameMode)
 _PAGE = 500
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 2.0
-# A later lease has a higher epoch, so its numbers are higher than those of the last one.
-_NUMBERS_OF_ONE_LEASE = 2**32
 _BACKLOG_FRAMES = 4 * MAX_BATCH_FRAMES
 _FINAL = frozenset({"stream_closed", "stale_owner_cannot_append"})
 Appending = Awaitable[contracts.AppendOutcome]
@@ -316,7 +314,7 @@ class FrameWriter:
         self._handle = handle
         self._repeat = repeat
         """Makes a call and repeats it after transient faults."""
-        self._number = handle.lease_epoch * _NUMBERS_OF_ONE_LEASE
+        self._number = handle.seq_base
         self._waiting: deque[_Item] = deque()
         self._sender: asyncio.Task[None] | None = None
         self._room = asyncio.Event()

@@ -16,6 +16,7 @@ from flowfabric.core.errors import (
     ValidationError,
     engine_error,
 )
+from flowfabric.core.ids import given_name
 from flowfabric.engine.http.address import ServerAddress
 
 _HINTS: Final = {
@@ -112,6 +113,8 @@ def _details(envelope: Mapping[str, Any]) -> list[str]:
         found = [str(each) for each in cast("Sequence[object]", given)]
     else:
         found = [str(envelope["detail"])] if envelope.get("detail") else []
+    # The server knows only the ids that this process derived from the names.
+    found = [given_name(each) for each in found]
     wait = envelope.get("retry_after_ms")
     if wait is not None and not any(each.startswith("retry_after_ms=") for each in found):
         found.append(f"retry_after_ms={wait}")

@@ -4,10 +4,12 @@ import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from typing import Any
 
 import msgspec
 
@@ -23,7 +25,8 @@ MIN_CLIENT = 41
 _EVENTS_MAXLEN = 10_000
 _CASCADE_UNITS = 128
 _MAX_CASCADE_UNITS = 1000
-_LOAD_PAUSE = 0.5
+LOAD_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 7.0)
+"""How long a load waits after each transient fault, before it gives up (09 §1.4)."""
 # A load, a check, and a second try if another process interfered.
 _LOAD_ROUNDS = 4
 _EXISTS = "Library 'flowfabric' already exists"
@@ -222,32 +225,44 @@ async def ensure_library(
     owned: bool = False,
     only_joining: bool = False,
     found: Stored | None = None,
+    pauses: Sequence[float] = LOAD_PAUSES_S,
 ) -> bool:
     """Make sure that every primary has a library this process can call; True if it loaded one.
 
-    Never replaces a newer library, and repeats after transient faults. `owned`: the server belongs
+    Never replaces a newer library, and repeats once after each of `pauses` in case of transient
+    faults. `owned`: the server belongs
     to this project, so other content of the same version is replaced. `only_joining` keeps an
     older library whose callers ours would not serve, and the settings. `found` saves the first
     check.
     """
     rules = _rules(transport, owned=owned, only_joining=only_joining)
-    loop = asyncio.get_running_loop()
-    last = loop.time() + transport.patience_s - _LOAD_PAUSE
+    left = iter(pauses)
     while True:
         try:
             loaded = await _ensure(transport, rules, found)
         except TransportError as error:
-            if loop.time() > last or error.kind not in _TRANSIENT_KINDS:
+            pause = next(left, None)
+            if pause is None or error.kind not in _TRANSIENT_KINDS:
                 raise
-            extra = {"action": "library_not_loaded", "error": str(error)}
-            log.warning("function library not loaded yet, retrying: %s", error, extra=extra)
-            await asyncio.sleep(_LOAD_PAUSE)
+            await transport.refresh()
+            await _log_retry(transport, error, pause)
+            await asyncio.sleep(pause)
             found = None
             continue
         if loaded:
             extra = {"action": "library_loaded", "version": LIBRARY_VERSION}
             log.info("function library version %s loaded", LIBRARY_VERSION, extra=extra)
         return loaded
+
+
+async def _log_retry(transport: Transport, error: TransportError, pause: float) -> None:
+    extra: dict[str, Any] = {"action": "library_not_loaded", "error": str(error)}
+    if error.kind == "read_only":
+        # A replica was taken for a primary: show the cluster as this process sees it.
+        with suppress(TransportError):
+            extra["primaries"] = sorted(await transport.primaries())
+    text = "function library not loaded yet, retrying in %g s: %s"
+    log.warning(text, pause, error, extra=extra)
 
 
 async def _ensure(transport: Transport, rules: _Rules, found: Stored | None) -> bool:

@@ -1,6 +1,9 @@
-"""What a worker elsewhere does with an attempt besides completing it: each fenced by its handle."""
+"""What a worker elsewhere does with an attempt besides completing it.
 
-from typing import Any, Literal
+Every call can be repeated after a lost answer, and all but usage are fenced by the handle.
+"""
+
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -9,7 +12,7 @@ from flowfabric.core.contracts import suspension
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import AppendOutcome, BestEffort, Frame
 from flowfabric.core.contracts.suspension import FreshWaitpoint, ResumePolicy, UsePending
-from flowfabric.core.ids import budget_id, new_uuid
+from flowfabric.core.ids import budget_id, derived_uuid
 from flowfabric.engine.api.streams import AppendOptions
 from flowfabric.server.bodies import I64, U32, U64, Byte, Uuid, payload_of
 from flowfabric.server.calls import Call
@@ -107,7 +110,7 @@ class SuspendItem(Attempted, frozen=True, kw_only=True):
     """As 05 §3 writes it, such as `{"Single":{…}}`."""
     waitpoints: list[WaitpointBinding] | None = None
     suspension_id: Uuid | None = None
-    """Send it again after a lost answer to get the same waitpoints and tokens."""
+    """A repeat with it gets the same waitpoints and tokens; by default, the same item is one."""
     reason_code: str = "waiting_for_signal"
     timeout_at: I64 | None = None
     timeout_ms: U64 | None = None
@@ -127,6 +130,10 @@ class SuspendItem(Attempted, frozen=True, kw_only=True):
         name = self.signal_name
         names = tuple(name) if isinstance(name, list) else name
         return Single(self.waitpoint_key or "", names)
+
+    def identity(self, handle: Handle) -> str:
+        """The id of the suspension; the same for a repeat under the same lease."""
+        return self.suspension_id or derived_uuid(handle.lease_id, encode(self).decode())
 
 
 class SuspendItems(msgspec.Struct, frozen=True):
@@ -152,7 +159,7 @@ async def remote_suspend(call: Call[RawItems, NoQuery]) -> Reply:
             handle,
             condition=item.until,
             waitpoints=None if given is None else [each.binding for each in given],
-            suspension_id=item.suspension_id or new_uuid(),
+            suspension_id=item.identity(handle),
             reason_code=item.reason_code,
             timeout_at=await _at(call, item.timeout_at, item.timeout_ms),
             timeout_behavior=item.timeout_behavior,
@@ -216,9 +223,10 @@ class FramesItem(Attempted, frozen=True, kw_only=True):
     """Output of an attempt, appended all or nothing."""
 
     frames: list[FrameBody]
+    seq: U64
+    """Number of the last frame, counted by the worker from `seq_base` of the claim. Frames up to a
+    number that was received before are not written again."""
     mode: Literal["durable", "summary", "best_effort"] = "durable"
-    seq: U64 | None = None
-    """Number of the last frame, counted by the worker. A repeat with it is not written again."""
     retention_maxlen: U32 | None = None
     ttl_ms: U32 | None = None
     """How long best-effort frames are kept."""
@@ -280,10 +288,10 @@ class UsageItem(Attempted, frozen=True, kw_only=True):
 
     budget: str
     dimensions: dict[str, U64]
+    dedup_key: Annotated[str, msgspec.Meta(min_length=1)]
+    """Names this usage within the budget. A repeat with the same key is not counted again."""
     namespace: str = "default"
     """Where the budget's name belongs."""
-    dedup_key: str = ""
-    """A repeat with the same key is not counted again."""
 
 
 class UsageItems(msgspec.Struct, frozen=True):
@@ -297,7 +305,7 @@ async def remote_usage(call: Call[RawItems, NoQuery]) -> Reply:
     """Report usage of budgets.
 
     The result is `Ok`, `AlreadyApplied`, `SoftBreach` or `HardBreach`. The `action` of a breach is
-    what the worker must do.
+    what the worker must do. Usage counts even if the lease is lost, because it was spent.
     """
 
     async def report(item: UsageItem, handle: Handle) -> Any:
