@@ -19,6 +19,7 @@ from flowfabric.core.contracts.leases import (
     ClaimGrant,
     Handle,
 )
+from flowfabric.core.contracts.steps import NO_STEPS
 from flowfabric.core.errors import ConfigError, EngineError, ReplyError, ValidationError
 from flowfabric.core.ids import (
     ExecutionId,
@@ -38,10 +39,11 @@ from flowfabric.engine.valkey.calls import FunctionCalls, decoding, text, unread
 from flowfabric.engine.valkey.executions import ValkeyExecutions
 from flowfabric.engine.valkey.flow_inputs import UNREAD, inputs_of, read_inputs
 from flowfabric.engine.valkey.pages import Damage
+from flowfabric.engine.valkey.steps import claimed_page
 
 _NO_TAGS: dict[str, str] = {}
 _MODES: dict[bytes, leases.HandleKind] = {b"f": "fresh", b"r": "resumed", b"c": "reclaimed"}
-_NO_OPTIONAL_PARTS: tuple[Any, ...] = (None,) * 9
+_NO_OPTIONAL_PARTS: tuple[Any, ...] = (None,) * 10
 log = logging.getLogger(__name__)
 _LOST_GRANT = frozenset({"invalid_claim_grant", "claim_grant_expired"})
 
@@ -385,7 +387,9 @@ def claim_of(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
     if len(optional_parts) != len(_NO_OPTIONAL_PARTS):
         # Another library version may send more or fewer.
         optional_parts = (*optional_parts, *_NO_OPTIONAL_PARTS)[: len(_NO_OPTIONAL_PARTS)]
-    attempt_type, tags, namespace, timeout, deadline, cause, flow_id, inputs, quota = optional_parts
+    attempt_type, tags, namespace, timeout, deadline, cause, flow_id, inputs, quota, steps = (
+        optional_parts
+    )
     return Claim(
         handle=Handle(
             execution_id=ExecutionId.trusted(row[0].decode()),
@@ -409,6 +413,7 @@ def claim_of(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
         flow_id=None if flow_id is None else flow_id.decode(),
         inputs=NO_INPUTS if inputs is None else inputs_of(inputs),
         quota_policy_id=None if quota is None else quota.decode(),
+        steps=NO_STEPS if steps is None else claimed_page(steps),
     )
 
 

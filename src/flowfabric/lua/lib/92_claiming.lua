@@ -89,7 +89,8 @@ end
 local MODE_LETTERS = { fresh = 'f', resumed = 'r', reclaimed = 'c' }
 
 -- What most claims lack: attempt type, tags, namespace, ms left of the attempt's time, deadline of
--- the execution, why it was resumed, flow, inputs, quota policy. Callers ignore further parts, here and in the row.
+-- the execution, why it was resumed, flow, inputs, quota policy, steps. Callers ignore further parts,
+-- here and in the row. An execution that has steps was run before, so it is no plain one.
 local function optional_parts(c, id, rec, mode)
   if not (rec.attempt_type or rec.tagged or rec.attempt_timeout_ms or rec.execution_deadline_at
       or rec.flow_id or rec.quota_policy_id) and rec.namespace == 'default'
@@ -112,6 +113,7 @@ local function optional_parts(c, id, rec, mode)
     rec.flow_id or false,
     rec.named and edges.claimed_inputs(c, id, rec) or false,
     rec.quota_policy_id or false,
+    rec.stepped and steps.claimed_page(c, id) or false,
   }
 end
 
