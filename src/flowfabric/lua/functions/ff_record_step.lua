@@ -32,5 +32,5 @@ record.register_function('ff_record_step', record.checked_lease, function(c, id,
   }, known and known[1], others)
   if not seq then return problem end
   server.call('HSET', K.core(c.tag, id), 'stepped', '1', 'last_mutation_at', c.now)
-  return reply.ok('recorded', tonumber(seq), fires or false)
+  return reply.ok('recorded', seq, fires or false)
 end, {})

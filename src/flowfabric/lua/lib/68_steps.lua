@@ -5,17 +5,18 @@
 local MAX_RECORDS, MAX_BYTES = 10000, 16777216
 -- Records that one command reads first; the size of those tells how many to read next.
 local FIRST_CHUNK, LARGEST_CHUNK = 16, 400
--- What a claim carries of one execution, and of all that it claims.
-local CLAIMED, CLAIMED_BYTES, CLAIM_BYTES = 1000, 262144, 4194304
+-- What a claim carries: bytes per execution, and bytes in all, where each record counts as at least
+-- so many.
+local CLAIMED_BYTES, CLAIM_BYTES, LEAST_BYTES = 262144, 1048576, 1024
 
 local function content(rec) return #(rec.result or '') + #(rec.reason or '') + #(rec.category or '') end
 
 local function stop(id, problem) error(id .. ': steps: ' .. problem, 0) end
 
--- A record by position, as it is stored and, after its seq, as callers get it.
-local function packed(rec)
+-- A record by position, as it is stored and as callers get it.
+local function packed(seq, rec)
   return cmsgpack.pack({
-    rec.step_key, rec.kind, rec.status, rec.codec or false, rec.result or false, rec.reason or false,
+    seq, rec.step_key, rec.kind, rec.status, rec.codec or false, rec.result or false, rec.reason or false,
     rec.category or false, rec.attempt_index, rec.epoch, rec.started_at, rec.finished_at or false,
     rec.fire_at or false, rec.child or false,
   })
@@ -23,10 +24,9 @@ end
 
 local function row(id, seq, text)
   local ok, parts = pcall(cmsgpack.unpack, text or '')
-  if not ok or type(parts) ~= 'table' or #parts < 13 then
+  if not ok or type(parts) ~= 'table' or parts[1] ~= seq then
     stop(id, 'record ' .. seq .. (text and ' cannot be read' or ' is missing'))
   end
-  table.insert(parts, 1, seq)
   return parts
 end
 
@@ -58,8 +58,9 @@ function steps.store(c, id, rec, seq, others)
       count > MAX_RECORDS and 'the limit is ' .. MAX_RECORDS .. ' records per execution'
       or 'the limit is ' .. MAX_BYTES .. ' bytes per execution')
   end
-  seq = values.text(seq or count)
-  server.call('HSET', key, 'k:' .. rec.step_key, seq, 'r:' .. seq, packed(rec),
+  seq = seq or count
+  local name = values.text(seq)
+  server.call('HSET', key, 'k:' .. rec.step_key, name, 'r:' .. name, packed(seq, rec),
     'n', values.text(count) .. ' ' .. values.text(bytes))
   return seq
 end
@@ -88,9 +89,10 @@ end
 -- reads it from the start when it needs it.
 function steps.claimed_page(c, id)
   local room = c.step_room or CLAIM_BYTES
-  if room <= 0 then return { {}, 0 } end
-  local readable, rows, following, bytes = try(steps.page, c, id, 0, CLAIMED, CLAIMED_BYTES)
+  local most = math.floor(room / LEAST_BYTES)
+  if most < 1 then return { {}, 0 } end
+  local readable, rows, following, bytes = try(steps.page, c, id, 0, most, CLAIMED_BYTES)
   if not readable then return { {}, 0 } end
-  c.step_room = room - bytes
+  c.step_room = room - math.max(bytes, #rows * LEAST_BYTES)
   return { rows, following }
 end
