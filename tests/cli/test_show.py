@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from flowfabric.core.contracts.steps import StepError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from tests.support.command import Cli
@@ -217,3 +218,45 @@ async def test_explain_answers_in_a_sentence_and_names_the_way_out(
     found: Any = json.loads((await cli("explain", waiting.compact, "--json")).lines[0])
     assert found["next_steps"] == [command]
     assert found["why"]["blocking_reason"] == "waiting_for_worker"
+
+
+async def test_recorded_steps(cli: Cli, engine: Engine) -> None:
+    handle, child = await engine.running(), engine.new_id()
+    record, eid = engine.backend.steps.record_step, handle.execution_id
+    assert "Steps" not in await shown(cli, eid)
+    assert (await as_json(cli, eid))["steps"] == []
+    await record(eid, handle, "fetch", result=b'{"rows": 12}', codec="json", took_ms=1500)
+    await record(
+        eid, handle, "send", status="failed", error=StepError("refused\nmore", "transient")
+    )
+    await record(eid, handle, "nap", kind="timer", status="pending", fire_in_ms=1000)
+    await record(eid, handle, "sub", kind="child", status="pending", child_execution_id=child)
+    await record(eid, handle, "blob", result=b"\xff" * 600)
+    text = await shown(cli, eid)
+    section = text[text.index("Steps") : text.index("Attempts")]
+    lines = [line.split() for line in section.splitlines() if line.strip()]
+    found = {line[1]: line for line in lines[2:]}
+    assert found["fetch"][2:5] == ["step", "done", "1"]
+    assert found["fetch"][-3:] == ["s", '{"rows":', "12}"]
+    assert found["send"][-2:] == ["refused", "(transient)"]
+    assert "due" in found["nap"]
+    assert found["sub"][-1] == child.compact
+    assert found["blob"][-1] == "…"
+    detail = await as_json(cli, eid)
+    assert detail["more_steps"] is False
+    first, failed, *_, blob = detail["steps"]
+    assert (first["step_key"], first["result"]["preview"]) == ("fetch", '{"rows": 12}')
+    assert failed["error"] == {"reason": "refused\nmore", "category": "transient"}
+    assert (blob["result"]["size"], blob["result"]["truncated"]) == (600, True)
+    assert (await as_json(cli, eid, "--full"))["steps"][-1]["result"]["truncated"] is False
+
+
+async def test_many_steps_are_cut_unless_all_are_asked_for(cli: Cli, engine: Engine) -> None:
+    handle = await engine.running()
+    for n in range(51):
+        await engine.backend.steps.record_step(handle.execution_id, handle, f"k{n}")
+    assert "Steps (the first ones; --full shows all)" in await shown(cli, handle.execution_id)
+    detail = await as_json(cli, handle.execution_id)
+    assert (len(detail["steps"]), detail["more_steps"]) == (50, True)
+    detail = await as_json(cli, handle.execution_id, "--full")
+    assert (len(detail["steps"]), detail["more_steps"]) == (51, False)

@@ -397,6 +397,8 @@ CALLS: Mapping[str, Call] = {
     "progress": held(pct=5, message="half"),
     "read_exec_core_fields": about(names=["priority"]),
     "read_signal": signal,
+    "read_steps": about(after_seq=0, limit=10),
+    "record_step": fenced(step_key="s", result=b"r"),
     "read_stream": streamed(),
     "read_summary": streamed(),
     "read_wait_signals": past_wait,

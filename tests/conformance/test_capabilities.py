@@ -73,11 +73,12 @@ async def test_a_flag_says_what_the_backend_does(engine: Engine, flag: str) -> N
 
 
 async def test_no_operation_of_a_missing_noun_is_a_crash(engine: Engine) -> None:
-    for call in (engine.backend.steps.record_step,):
+    steps = cast("Any", engine.backend.steps)
+    for call in (steps.watch_completion, steps.deliver_child_completions):
         with pytest.raises(UnavailableError, match=f"unavailable: {call.op}"):
             await call()
     with pytest.raises(AttributeError):
-        await engine.backend.steps.record_ste()
+        await steps.watch_completio()
 
 
 async def test_it_says_which_backend_it_is(engine: Engine) -> None:

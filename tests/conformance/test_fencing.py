@@ -61,6 +61,7 @@ VERBS: dict[str, Verb] = {
     "complete_and_claim": lambda b, h: _only(_completed_and_claimed(b, h)),
     "suspend": lambda b, h: b.suspensions.suspend(h, condition=Single("go")),
     "create_waitpoint": lambda b, h: b.waitpoints.create_waitpoint(h, "go", 1000),
+    "record_step": lambda b, h: b.steps.record_step(h.execution_id, h, "zombie", result=b"z"),
     "append_frame": lambda b, h: b.streams.append_frame(h, Frame(payload=b"zombie")),
 }
 # An append has words of its own for a lost lease, and for an attempt that ended (06).
@@ -122,6 +123,7 @@ FENCED: dict[str, FencedVerb] = {
     "delay": lambda b, e, f: b.executions.delay_execution(e, f, delay_until=1),
     "wait_children": lambda b, e, f: b.executions.move_to_waiting_children(e, f),
     "renew": lambda b, e, f: b.leases.renew_lease(e, f, TTL),
+    "record_step": lambda b, e, f: b.steps.record_step(e, f, "s"),
     "cancel": lambda b, e, f: b.executions.cancel_execution(e, "r", source="lease_holder", fence=f),
     "cancel_custom": lambda b, e, f: b.executions.cancel_execution(
         e, "r", source="my-tool", fence=f
@@ -192,7 +194,7 @@ async def test_each_part_of_the_triple_must_match(engine: Engine, verb: str) -> 
 
 
 async def test_a_triple_without_the_index_is_enough(engine: Engine) -> None:
-    for verb in ("renew", "wait_children", "delay"):
+    for verb in ("renew", "record_step", "wait_children", "delay"):
         handle = await running(engine)
         fence = Fence(handle.lease_id, handle.lease_epoch, handle.attempt_id)
         await FENCED[verb](engine.backend, handle.execution_id, fence)

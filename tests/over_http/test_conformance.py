@@ -13,5 +13,6 @@ from tests.conformance.test_exec_reads import *
 from tests.conformance.test_flow_cancel_rules import *
 from tests.conformance.test_flow_reads import *
 from tests.conformance.test_overview import *
+from tests.conformance.test_steps import *
 from tests.conformance.test_stream_follow import *
 from tests.conformance.test_subscriptions import *

@@ -31,7 +31,11 @@ FLAGS = {"no-writes", "allow-oom", "allow-stale"}
 UNREACHED = {
     **dict.fromkeys(("ff_claim_execution", "ff_claim_resumed", "ff_grant_and_claim"), "reclaimed"),
     **dict.fromkeys(
-        ("ff_cancel", "ff_close_waitpoint", "ff_create_waitpoint", "ff_progress"), "expired"
+        (
+            *("ff_cancel", "ff_close_waitpoint", "ff_create_waitpoint", "ff_progress"),
+            "ff_record_step",
+        ),
+        "expired",
     ),
     "ff_reclaim": "acquired",
 }

@@ -137,6 +137,11 @@ EXECUTIONS: dict[str, list[Row]] = {
     ],
     f"GET {E}/describe": known("last_mutation_at"),
     f"GET {E}/history": known("events"),
+    f"GET {E}/steps": [
+        *known("steps"),
+        Row("400 invalid_cursor", "waiting", query="cursor=nope"),
+        Row("400 invalid_input", "waiting", query="limit=-1"),
+    ],
     f"GET {E}/tags": known(""),
     f"GET {E}/explain": known("lane_state"),
     "POST /v1/bulk/executions": [

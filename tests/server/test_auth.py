@@ -36,7 +36,8 @@ DECIDED: dict[str | None, str] = {
     None: "GET /livez,GET /healthz,GET /readyz,GET /metrics,"
     "POST /v1/callbacks/executions/{id}/waitpoints/{waitpoint_id}",
     "read": f"GET /v1/executions,GET {E},GET {E}/state,GET {E}/result,GET {E}/outcome,"
-    f"GET {E}/describe,GET {E}/history,GET {E}/tags,GET {E}/explain,GET {E}/pending-waitpoints,"
+    f"GET {E}/describe,GET {E}/history,GET {E}/steps,GET {E}/tags,GET {E}/explain,"
+    f"GET {E}/pending-waitpoints,"
     f"GET {E}/events,GET /v1/suspended,GET {ATTEMPT}/stream,GET {ATTEMPT}/stream/tail,"
     f"GET {ATTEMPT}/stream/events,GET {ATTEMPT}/summary,GET /v1/events,GET /v1/flows,GET {F},"
     f"GET {F}/events,GET {F}/summary,GET {F}/members,GET {F}/edges,GET /v1/budgets,GET {B},"

@@ -90,6 +90,7 @@ async def test_a_result_is_bytes(http: Http, engine: Engine) -> None:
         ("/explain", "execution_not_found: {}", "execution_not_found"),
         ("/outcome", "execution_not_found: {}", "execution_not_found"),
         ("/history", "execution_not_found: {}", "execution_not_found"),
+        ("/steps", "execution_not_found: {}", "execution_not_found"),
         ("/tags", "execution not found: {}", "execution_not_found"),
     ],
 )

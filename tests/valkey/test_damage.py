@@ -143,6 +143,7 @@ def reads(world: World) -> dict[str, Callable[[], Awaitable[Any]]]:
             f"attempts {eid}": lambda eid=eid: b.reads.read_attempts(eid),
             f"history {eid}": lambda eid=eid: b.reads.read_execution_history(eid),
             f"explain {eid}": lambda eid=eid: b.reads.explain_execution(eid),
+            f"steps {eid}": lambda eid=eid: b.steps.read_steps(eid),
             f"waits {eid}": lambda eid=eid: b.waitpoints.read_waits(eid, "k"),
         }
     return found

@@ -25,7 +25,8 @@ from tests.support.engine import TTL, Engine, refused, untouched
 from tests.support.leases import event_types, mark, reclaim, running
 from tests.support.storage import indexes
 
-MARKS_EXPIRY = set(VERBS) - {"cancel", "progress", "create_waitpoint", "append_frame"}
+NEVER_MARK = {"cancel", "progress", "create_waitpoint", "record_step", "append_frame"}
+MARKS_EXPIRY = set(VERBS) - NEVER_MARK
 
 
 async def reclaimed_by_the_same_worker(engine: Engine) -> Handle:

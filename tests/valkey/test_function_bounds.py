@@ -26,7 +26,7 @@ from tests.support.server_time import LONGEST_US, ONCE_US, assert_short, command
 from tests.support.suspension import Waits
 
 _DRIVEN_IN = ("bounds", "function_bounds", "page_bounds", "flow_bounds")
-_FILES = [f"test_{name}.py" for name in (*_DRIVEN_IN, "budget_bounds", "quota_bounds")]
+_FILES = [f"test_{name}.py" for name in (*_DRIVEN_IN, "budget_bounds", "quota_bounds", "steps")]
 MB = 1_048_576
 TAGS = {f"app.t{n}": "x" * 4096 for n in range(128)}
 CAPABILITIES = [f"capability-{n}" for n in range(256)]

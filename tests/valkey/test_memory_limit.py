@@ -58,7 +58,7 @@ TAKES_IN = {
     *("ff_create_flow", "ff_submit_flow", "ff_extend_flow", "ff_spawn", "ff_add_to_flow"),
     "ff_budget_create",
     *("ff_stage_edge", "ff_apply_edge", "ff_set_join", "ff_set_flow_tags", "ff_replay_flow"),
-    "ff_quota_create",
+    *("ff_quota_create", "ff_record_step"),
 }
 
 

@@ -56,6 +56,7 @@ READS: dict[str, Read] = {
     "list_executions": lambda b, _: b.listings.list_executions(),
     "list_pending_waitpoints": lambda b, h: b.waitpoints.list_pending_waitpoints(h.execution_id),
     "read_waits": lambda b, h: b.waitpoints.read_waits(h.execution_id),
+    "read_steps": lambda b, h: b.steps.read_steps(h.execution_id),
     "list_suspended": lambda b, _: b.suspensions.list_suspended(),
     "list_workers": lambda b, _: b.workers.list_workers(),
     "list_expired_leases": lambda b, _: b.leases.list_expired_leases(),

@@ -121,6 +121,11 @@ CALLS: dict[str, tuple[str, Call]] = {
     "approve": ("ff_signal", lambda b, held: b.signals.deliver_approval_signal(*wait(held), "k")),
     "token": ("ff_waitpoint_token", lambda b, held: b.signals.read_waitpoint_token(*wait(held))),
     "read waits": ("ff_read_waits", lambda b, held: b.waitpoints.read_waits(held.execution_id)),
+    "read steps": ("ff_read_steps", lambda b, held: b.steps.read_steps(held.execution_id)),
+    "record step": (
+        "ff_record_step",
+        lambda b, held: b.steps.record_step(held.execution_id, held, "s"),
+    ),
     "append": ("ff_append", lambda b, held: b.streams.append_frame(held, Frame(payload=b"x"))),
     "summary": (
         "ff_append",

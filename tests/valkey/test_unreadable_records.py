@@ -48,6 +48,7 @@ CALLS: dict[str, Call] = {
         h.execution_id, lease_duration_ms=TTL
     ),
     "create waitpoint": lambda b, h: b.waitpoints.create_waitpoint(h, "k", 1000),
+    "record step": lambda b, h: b.steps.record_step(h.execution_id, h, "s"),
     "resume": lambda b, h: b.suspensions.resume_execution(h.execution_id),
 }
 USING_THE_LEASE = (
@@ -60,6 +61,7 @@ USING_THE_LEASE = (
     "wait_children",
     "progress",
     "create waitpoint",
+    "record step",
 )
 
 

@@ -62,6 +62,7 @@ async def populated(engine: Engine, lane: str) -> Side:
     await backend.streams.append_frame(finished, Frame(payload=b"x"))
     used = await backend.waitpoints.create_waitpoint(finished, "k", HOUR)
     await waits.signal(finished.execution_id, used, payload=b"1")
+    await backend.steps.record_step(finished.execution_id, finished, "s", result=b"3")
     await backend.executions.complete(finished, b"2")
     parked = await waits.park(handle=await running(), timeout_at=await engine.now() + HOUR)
     await waits.send(parked, "other", payload=b"1")

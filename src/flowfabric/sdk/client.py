@@ -29,6 +29,7 @@ from flowfabric.engine.api.executions import Executions
 from flowfabric.engine.api.leases import Leases
 from flowfabric.engine.api.reads import Listings, Reads
 from flowfabric.engine.api.secrets import Secrets
+from flowfabric.engine.api.steps import Steps
 from flowfabric.engine.api.streams import Streams
 from flowfabric.engine.api.suspensions import Suspensions
 from flowfabric.engine.api.waitpoints import SentSignal, Signals, Waitpoints
@@ -190,6 +191,7 @@ class Client(Submissions, FleetCalls, FlowCalls, BudgetCalls, QuotaCalls, Subscr
     list_suspended = engine_call(Suspensions.list_suspended)
     rotate_waitpoint_hmac_secret_all = engine_call(Secrets.rotate_waitpoint_hmac_secret_all)
     list_waitpoint_hmac_kids = engine_call(Secrets.list_waitpoint_hmac_kids)
+    steps = engine_call(Steps.read_steps)
     read_stream = engine_call(Streams.read_stream)
     read_summary = engine_call(Streams.read_summary)
 

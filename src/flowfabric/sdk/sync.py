@@ -138,6 +138,7 @@ class SyncClient(SyncTwin[Client], Closing):
     rotate_waitpoint_hmac_secret_all = blocking(Client.rotate_waitpoint_hmac_secret_all)
     list_waitpoint_hmac_kids = blocking(Client.list_waitpoint_hmac_kids)
     verify_and_deliver = blocking(Client.verify_and_deliver)
+    steps = blocking(Client.steps)
     read_stream = blocking(Client.read_stream)
     read_summary = blocking(Client.read_summary)
     tail = blocking(Client.tail)

@@ -7,8 +7,15 @@ from typing import Any, Self
 from flowfabric.core.conditions import Condition, Single
 from flowfabric.core.contracts import budgets, executions, leases, streams, suspension
 from flowfabric.core.contracts.flows import GraphEdge, GraphNode, Spawned
+from flowfabric.core.contracts.steps import (
+    StepError,
+    StepKind,
+    StepOutcome,
+    StepPage,
+    StepStatus,
+)
 from flowfabric.core.errors import FlowFabricError, LeaseLost, StateError
-from flowfabric.core.ids import budget_id, new_uuid
+from flowfabric.core.ids import ExecutionId, budget_id, new_uuid
 from flowfabric.engine.api.budgets import Amounts
 from flowfabric.engine.api.streams import FrameWriter
 from flowfabric.sdk.attempt import HeldAttempt
@@ -175,6 +182,45 @@ class ClaimedTask(HeldAttempt):
     async def wait_signals(self, wait: suspension.PastWait) -> list[suspension.ResumeSignal]:
         """The signals that a past wait received, oldest first."""
         return await self.backend.waitpoints.read_wait_signals(self.execution_id, wait)
+
+    async def record_step(
+        self,
+        step_key: str,
+        *,
+        kind: StepKind = "step",
+        status: StepStatus = "done",
+        result: bytes | None = None,
+        codec: str = "",
+        error: StepError | None = None,
+        took_ms: int = 0,
+        fire_at: int | None = None,
+        fire_in_ms: int | None = None,
+        child_execution_id: ExecutionId | None = None,
+    ) -> StepOutcome:
+        """Record what this task has done under a key; later attempts find it.
+
+        The first record stays. A repeat after a lost reply returns the task's own record.
+        """
+        self._require_lease()
+        record = self.backend.steps.record_step
+        return await self._repeat(
+            lambda: record(
+                *(self.execution_id, self.handle, step_key),
+                kind=kind,
+                status=status,
+                result=result,
+                codec=codec,
+                error=error,
+                took_ms=took_ms,
+                fire_at=fire_at,
+                fire_in_ms=fire_in_ms,
+                child_execution_id=child_execution_id,
+            )
+        )
+
+    async def read_steps(self, after_seq: int = 0, limit: int = 1000) -> StepPage:
+        """Step records of all attempts, in order; `task.claim.steps` has the first ones."""
+        return await self.backend.steps.read_steps(self.execution_id, after_seq, limit)
 
     async def report_usage(
         self, budget: str, usage: Amounts | Usage, dedup_key: str = "", *, enforce: bool = False

@@ -1,6 +1,6 @@
 """Shapes of answers that are not contracts of the engine, for handlers and OpenAPI alike."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -10,6 +10,7 @@ from flowfabric.core.contracts.executions import ExecutionInfo
 from flowfabric.core.contracts.flows import FlowSnapshot
 from flowfabric.core.contracts.quotas import FullQuota
 from flowfabric.core.contracts.remote import RemoteClaim
+from flowfabric.core.contracts.steps import StepError, StepKind, StepStatus
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState, StateVector
 
@@ -73,6 +74,25 @@ class EventPage(msgspec.Struct, frozen=True):
 
     events: list[dict[str, Any]]
     next_cursor: str | None
+
+
+class StepAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A recorded step; `encoding` tells how the text of `result` represents its bytes."""
+
+    step_key: str
+    seq: int
+    kind: StepKind
+    status: StepStatus
+    codec: str
+    result: str | None
+    encoding: Literal["utf8", "base64"] | None
+    error: StepError | None
+    attempt_index: int
+    lease_epoch: int
+    started_at: int
+    finished_at: int | None
+    fire_at: int | None
+    child_execution_id: ExecutionId | None
 
 
 class ExecutionOutcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ READ_FUNCTIONS: Final = frozenset(
         *(
             "ff_quota_status",
             "ff_list_suspended",
+            "ff_read_steps",
             "ff_read_waits",
             "ff_scan_due",
             "ff_stream_read",

@@ -17,6 +17,7 @@ from flowfabric.cli.views.detail import print_detail, print_explanation
 from flowfabric.cli.views.listing import change_printer, live_table, print_listing
 from flowfabric.cli.views.screen import Cell, Screen, print_json, print_result, state_cell
 from flowfabric.core.contracts.leases import Revoked
+from flowfabric.core.contracts.steps import StepPage, StepRecord
 from flowfabric.core.errors import EngineError, FlowFabricError, TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
@@ -25,6 +26,7 @@ from flowfabric.engine.overview import ExecutionListing, list_newest, read_detai
 from flowfabric.sdk import diagnosis
 
 _REFRESH_S = 1.0
+_STEPS = 50
 _HINTS = {
     "execution_not_active": "it has finished, so there is nothing to cancel; `flowfabric replay` "
     "reruns it",
@@ -86,16 +88,32 @@ async def show(
     target: Target,
     id_: options.Id,
     *,
-    full: Annotated[bool, flag("--full", "Print payload, result and policy in full.")] = False,
+    full: Annotated[
+        bool, flag("--full", "Print payload, result, policy and steps in full.")
+    ] = False,
 ) -> None:
     """Show everything about one execution.
 
-    Prints its state, attempts, history, tags, policy, payload and result. If it is not running,
-    also prints why.
+    Prints its state, recorded steps, attempts, history, tags, policy, payload and result. If it is
+    not running, also prints why.
     """
     async with session.open_execution(target, id_) as (backend, execution_id):
         detail = await read_detail(backend, execution_id)
-    print_detail(detail, full=full, as_json=target.as_json)
+        steps = await _read_steps(backend, execution_id, full=full)
+    print_detail(detail, steps, full=full, as_json=target.as_json)
+
+
+async def _read_steps(backend: Backend, execution_id: ExecutionId, *, full: bool) -> StepPage:
+    """The first recorded steps; all of them if `full`."""
+    if not full:
+        return await backend.steps.read_steps(execution_id, limit=_STEPS)
+    found: list[StepRecord] = []
+    after: int | None = 0
+    while after is not None:
+        page = await backend.steps.read_steps(execution_id, after)
+        found += page.steps
+        after = page.next_after_seq
+    return StepPage(tuple(found))
 
 
 async def explain(target: Target, id_: options.Id) -> None:

@@ -1,13 +1,13 @@
 """What `flowfabric show` prints."""
 
-from typing import Self
-
 import msgspec
 
 from flowfabric.cli.views import waits
+from flowfabric.cli.views.blobs import Blob
 from flowfabric.cli.views.screen import Cell, Row, Screen, print_json, state_cell
-from flowfabric.cli.views.text import preview
+from flowfabric.cli.views.steps import json_steps, print_steps
 from flowfabric.core.contracts.executions import AttemptRecord
+from flowfabric.core.contracts.steps import StepPage
 from flowfabric.core.contracts.suspension import OpenWaitpoint
 from flowfabric.core.policy import NO_POLICY
 from flowfabric.core.text import age, clock, duration
@@ -30,7 +30,6 @@ _EVENT_FIELDS = {
     "revoked_by": "by",
     "requested_by": "by",
 }
-_PREVIEW = 400
 
 
 def print_explanation(found: Diagnosis, *, as_json: bool) -> None:
@@ -45,25 +44,7 @@ def print_explanation(found: Diagnosis, *, as_json: bool) -> None:
         screen.line(("  ", ""), (step, "bold"))
 
 
-class Blob(msgspec.Struct, frozen=True):
-    """A payload or result: as text if it is UTF-8, otherwise as hex."""
-
-    size: int
-    encoding: str
-    form: str
-    preview: str
-    truncated: bool
-
-    @classmethod
-    def of(cls, data: bytes | None, encoding: str, *, full: bool) -> Self | None:
-        """The bytes, shortened unless `full`."""
-        if data is None:
-            return None
-        shown, form, truncated = preview(data, None if full else _PREVIEW)
-        return cls(len(data), encoding, form, shown, truncated)
-
-
-def print_detail(detail: ExecutionDetail, *, full: bool, as_json: bool) -> None:
+def print_detail(detail: ExecutionDetail, steps: StepPage, *, full: bool, as_json: bool) -> None:
     """Print one execution."""
     why, info = why_not_running(detail), detail.execution
     payload = Blob.of(detail.payload, info.payload_encoding, full=full)
@@ -76,6 +57,8 @@ def print_detail(detail: ExecutionDetail, *, full: bool, as_json: bool) -> None:
             "result": result,
             "workers_of_lane": None if reason is None else reason.able_workers,
             "summary": why or None,
+            "steps": json_steps(steps.steps, full=full),
+            "more_steps": steps.next_after_seq is not None,
         }
         print_json(msgspec.structs.asdict(detail) | changed)
         return
@@ -87,6 +70,7 @@ def print_detail(detail: ExecutionDetail, *, full: bool, as_json: bool) -> None:
         _print_upstreams(screen, detail.membership)
     _print_table(screen, "Waitpoints", [_waitpoint(one, detail) for one in detail.waitpoints])
     _print_table(screen, "Signals", [waits.signal_row(one) for one in detail.signals])
+    print_steps(screen, steps)
     _print_table(screen, "Attempts", [_attempt(one, detail.now_ms) for one in detail.attempts])
     _print_table(screen, "History", [_event(event) for event in detail.history])
     if info.failure_reason and "\n" in info.failure_reason:

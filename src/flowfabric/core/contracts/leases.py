@@ -8,6 +8,7 @@ import msgspec
 
 from flowfabric.core.contracts import NamedOutcome
 from flowfabric.core.contracts.flows import NO_INPUTS, FlowInputs
+from flowfabric.core.contracts.steps import NO_STEPS, StepPage
 from flowfabric.core.errors import CorruptionError, ValidationError
 from flowfabric.core.ids import ExecutionId, validate_lane, validate_uuid
 from flowfabric.core.state import PublicState
@@ -190,6 +191,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     flow_id: str | None = None
     inputs: FlowInputs = NO_INPUTS
     """The results of upstreams in the flow, by input name."""
+    steps: StepPage = NO_STEPS
+    """The first step records of the execution."""
     quota_policy_id: str | None = None
     run: int = 0
     """The number of the run, if it has a quota policy: its slot belongs to this run."""

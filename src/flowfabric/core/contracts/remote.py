@@ -7,6 +7,14 @@ import msgspec
 
 from flowfabric.core.contracts.flows import NO_INPUTS, FlowInput, FlowInputs
 from flowfabric.core.contracts.leases import Claim, Handle, HandleKind, ResumeCause
+from flowfabric.core.contracts.steps import (
+    NO_STEPS,
+    StepError,
+    StepKind,
+    StepPage,
+    StepRecord,
+    StepStatus,
+)
 from flowfabric.core.contracts.suspension import ResumeSignal
 from flowfabric.core.ids import ExecutionId
 
@@ -43,6 +51,36 @@ class RemoteSignal(msgspec.Struct, frozen=True, kw_only=True):
         return cls(payload_b64=fields.pop("payload"), **fields)
 
 
+class RemoteStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A recorded step of the execution."""
+
+    step_key: str
+    seq: int
+    kind: StepKind
+    status: StepStatus
+    codec: str
+    result_b64: bytes | None
+    error: StepError | None
+    attempt_index: int
+    lease_epoch: int
+    started_at: int
+    finished_at: int | None
+    fire_at: int | None
+    child_execution_id: ExecutionId | None
+
+    @classmethod
+    def of(cls, step: StepRecord) -> Self:
+        """A record of the engine, to be sent."""
+        fields = msgspec.structs.asdict(step)
+        return cls(result_b64=fields.pop("result"), **fields)
+
+    @property
+    def record(self) -> StepRecord:
+        """The record of the engine that was received."""
+        fields = msgspec.structs.asdict(self)
+        return StepRecord(result=fields.pop("result_b64"), **fields)
+
+
 class RemoteClaim(msgspec.Struct, frozen=True, kw_only=True):
     """A claimed attempt with everything its handler needs."""
 
@@ -75,6 +113,10 @@ class RemoteClaim(msgspec.Struct, frozen=True, kw_only=True):
     """The results of upstreams in the flow, by input name."""
     fired_by: ExecutionId | None
     """The upstream that decided an any_of or quorum."""
+    steps: Sequence[RemoteStep]
+    """The first recorded steps of the execution."""
+    steps_after: int | None
+    """The `seq` after which there are more steps; null if there are none."""
     quota_policy_id: str | None
 
     @classmethod
@@ -103,6 +145,8 @@ class RemoteClaim(msgspec.Struct, frozen=True, kw_only=True):
             flow_id=claim.flow_id,
             inputs=_NO_INPUTS if given is NO_INPUTS else _sent(given),
             fired_by=given.fired_by,
+            steps=[RemoteStep.of(each) for each in claim.steps.steps],
+            steps_after=claim.steps.next_after_seq,
             quota_policy_id=claim.quota_policy_id,
         )
 
@@ -132,8 +176,15 @@ class RemoteClaim(msgspec.Struct, frozen=True, kw_only=True):
             resume_cause=self.resume_cause,
             flow_id=self.flow_id,
             inputs=inputs,
+            steps=self._steps,
             quota_policy_id=self.quota_policy_id,
         )
+
+    @property
+    def _steps(self) -> StepPage:
+        if not self.steps and self.steps_after is None:
+            return NO_STEPS
+        return StepPage(tuple(each.record for each in self.steps), self.steps_after)
 
 
 def _sent(given: FlowInputs) -> dict[str, RemoteInput]:

@@ -17,6 +17,7 @@ from flowfabric.engine.api.places import Lanes, Places, Wakeups
 from flowfabric.engine.api.quotas import Quotas
 from flowfabric.engine.api.reads import Listings, Reads
 from flowfabric.engine.api.secrets import Secrets
+from flowfabric.engine.api.steps import Steps
 from flowfabric.engine.api.streams import Streams
 from flowfabric.engine.api.suspensions import Suspensions
 from flowfabric.engine.api.upkeep import Leadership, Upkeep
@@ -96,7 +97,7 @@ class Backend(Protocol):
     meta: Meta
     notes: Notes
     flows: Flows
-    steps: Absent
+    steps: Steps
     budgets: Budgets
     quotas: Quotas
 

@@ -8,7 +8,6 @@ import msgspec
 from flowfabric.core.closing import ClosedOnce
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api.backend import Backend, refuse_missing, supported
-from flowfabric.engine.api.concern import Absent
 from flowfabric.engine.api.meta import Capabilities
 from flowfabric.engine.events.source import FeedSource
 from flowfabric.engine.events.subscription import FeedEvents
@@ -67,7 +66,7 @@ class HttpBackend(ClosedOnce, Backend):
         events = FeedEvents(source, self.counts, self.reads.read_execution_state)
         self.events = self._events = events
         self.flows = HttpFlows(link, self.counts, events)
-        self.steps = Absent()
+        self.steps = proxied("steps")(link)
         refuse_missing(self)
         meta.leave_only(supported(self))
         if (spans := tracing.active()) is not None:

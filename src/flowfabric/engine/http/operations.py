@@ -129,6 +129,9 @@ append_frames remote needs=seq bulk
 read_summary read
 read_stream read
 tail_stream read waits
+# steps
+record_step remote bulk
+read_steps read
 # flows
 create_flow submit
 submit_flow submit bulk

@@ -33,7 +33,7 @@ Method = Callable[..., Any]
 _NOUNS = (
     *("executions", "reads", "listings", "claims", "leases", "lanes", "workers", "suspensions"),
     *("waitpoints", "signals", "secrets", "streams", "upkeep", "leadership", "flows", "meta"),
-    *("budgets", "quotas"),
+    *("budgets", "quotas", "steps"),
 )
 _UNTIMED = frozenset(
     (

@@ -9,7 +9,6 @@ from flowfabric.core.environment import whole_number
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine import metrics
 from flowfabric.engine.api.backend import Backend, refuse_missing
-from flowfabric.engine.api.concern import Absent
 from flowfabric.engine.events.subscription import FeedEvents
 from flowfabric.engine.layers import tracing
 from flowfabric.engine.layers.audit import audit
@@ -32,6 +31,7 @@ from flowfabric.engine.valkey.places import ValkeyPlaces
 from flowfabric.engine.valkey.quotas import ValkeyQuotas
 from flowfabric.engine.valkey.reads import ValkeyReads
 from flowfabric.engine.valkey.secrets import ValkeySecrets
+from flowfabric.engine.valkey.steps import ValkeySteps
 from flowfabric.engine.valkey.stream_pool import StreamPool, ceiling_from_env
 from flowfabric.engine.valkey.streams import ValkeyStreams
 from flowfabric.engine.valkey.suspensions import ValkeySuspensions
@@ -94,7 +94,7 @@ class ValkeyBackend(ClosedOnce, Backend):
         self.meta = ValkeyMeta(calls, self.stream_pool, self)
         self.notes = ValkeyNotes(calls)
         self.flows = ValkeyFlows(calls, places, self._events, drains)
-        self.steps = Absent()
+        self.steps = ValkeySteps(calls)
         refuse_missing(self)
         audit(self)
         if (meter := metrics.active()) is not None:

@@ -19,6 +19,7 @@ from flowfabric.core.contracts.leases import (
     ClaimGrant,
     Handle,
 )
+from flowfabric.core.contracts.steps import NO_STEPS
 from flowfabric.core.errors import ConfigError, EngineError, ReplyError, ValidationError
 from flowfabric.core.ids import (
     ExecutionId,
@@ -39,10 +40,11 @@ from flowfabric.engine.valkey.executions import ValkeyExecutions
 from flowfabric.engine.valkey.flow_inputs import UNREAD, inputs_of, read_inputs
 from flowfabric.engine.valkey.leases import Slot
 from flowfabric.engine.valkey.pages import Damage
+from flowfabric.engine.valkey.steps import claimed_page
 
 _NO_TAGS: dict[str, str] = {}
 _MODES: dict[bytes, leases.HandleKind] = {b"f": "fresh", b"r": "resumed", b"c": "reclaimed"}
-_NO_OPTIONAL_PARTS: tuple[Any, ...] = (None,) * 10
+_NO_OPTIONAL_PARTS: tuple[Any, ...] = (None,) * 11
 log = logging.getLogger(__name__)
 _LOST_GRANT = frozenset({"invalid_claim_grant", "claim_grant_expired"})
 
@@ -387,7 +389,7 @@ def claim_of(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
         # Another library version may send more or fewer.
         optional_parts = (*optional_parts, *_NO_OPTIONAL_PARTS)[: len(_NO_OPTIONAL_PARTS)]
     attempt_type, tags, namespace, timeout, deadline, cause, flow_id, inputs, *more = optional_parts
-    quota, run = more
+    quota, run, steps = more
     return Claim(
         handle=Handle(
             execution_id=ExecutionId.trusted(row[0].decode()),
@@ -412,6 +414,7 @@ def claim_of(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
         inputs=NO_INPUTS if inputs is None else inputs_of(inputs),
         quota_policy_id=None if quota is None else quota.decode(),
         run=run or 0,
+        steps=NO_STEPS if steps is None else claimed_page(steps),
     )
 
 

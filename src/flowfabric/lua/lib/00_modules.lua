@@ -7,4 +7,4 @@ local fence, operator, ending, signals, retry, claiming, pausing = {}, {}, {}, {
 local subflows, admission, lanes, offers = {}, {}, {}, {}
 local granting, workers, purging, batch, indexes = {}, {}, {}, {}, {}
 local flow, edges, cascade, creating, graph, flow_cancel, replaying = {}, {}, {}, {}, {}, {}, {}
-local flow_purging, budgets, quota = {}, {}, {}
+local flow_purging, budgets, quota, steps = {}, {}, {}, {}

@@ -88,8 +88,9 @@ end
 local MODE_LETTERS = { fresh = 'f', resumed = 'r', reclaimed = 'c' }
 
 -- What most claims lack: attempt type, tags, namespace, ms left of the attempt's time, deadline of
--- the execution, why it was resumed, flow, inputs, quota policy, number of the run. Callers ignore
--- further parts, here and in the row.
+-- the execution, why it was resumed, flow, inputs, quota policy, number of the run, steps. Callers
+-- ignore further parts, here and in the row. An execution that has steps was run before, so it is no
+-- plain one.
 local function optional_parts(c, id, rec, mode)
   if not (rec.attempt_type or rec.tagged or rec.attempt_timeout_ms or rec.execution_deadline_at
       or rec.flow_id or rec.quota_policy_id) and rec.namespace == 'default'
@@ -113,6 +114,7 @@ local function optional_parts(c, id, rec, mode)
     rec.named and edges.claimed_inputs(c, id, rec) or false,
     rec.quota_policy_id or false,
     rec.quota_policy_id and admission.run(rec) or false,
+    rec.stepped and steps.claimed_page(c, id) or false,
   }
 end
 

@@ -133,7 +133,10 @@ function replaying.run_again(c, id, rec, how, upstream)
   archive(c, id, rec)
   if subflows.is_node(rec) then subflows.prepare_replay(c, id, rec) end
   if not rec.result then server.call('DEL', K.result(c.tag, id)) end
-  if not keeps_steps then server.call('DEL', K.steps(c.tag, id)) end
+  if not keeps_steps then
+    server.call('DEL', K.steps(c.tag, id))
+    record.clear(c, id, rec, 'stepped')
+  end
   record.clear(c, id, rec, 'completed_at', 'failure_reason', 'failure_category',
     'cancellation_reason', 'cancelled_by', 'result', 'result_encoding', 'ended_by', 'retry_count',
     'lease_reclaim_count', 'progress_pct', 'progress_message', 'progress_updated_at',

@@ -1,12 +1,15 @@
 """Reading executions: one, or page by page (10 §3.1, §3.7)."""
 
 import asyncio
+import re
+from base64 import b64encode
 from typing import Any
 
 import msgspec
 
 from flowfabric.core.contracts import executions as contracts
 from flowfabric.core.contracts.executions import ExecutionInfo, ExecutionPage, WhyWaiting
+from flowfabric.core.contracts.steps import StepRecord
 from flowfabric.core.errors import NotFoundError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
@@ -25,10 +28,12 @@ from flowfabric.server.schemas import (
     Explanation,
     Listed,
     StateOnly,
+    StepAnswer,
 )
 from flowfabric.server.wire import Reply, answer, struct
 
 routes = Routes()
+_is_step_cursor = re.compile(r"s[1-9][0-9]{0,8}").fullmatch
 TERMINAL = frozenset({"completed", "failed", "cancelled", "expired", "skipped"})
 INDEXES = (
     *("eligible", "delayed", "active", "suspended", "terminal", "reclaimable"),
@@ -243,6 +248,33 @@ async def read_history(call: Call[None, NoQuery]) -> Reply:
     """List the expiries, retries, pauses and other unusual events of an execution, oldest first."""
     events = await call.backend.reads.read_execution_history(await call.execution())
     return answer({"events": [entry_of(event) for event in events], "next_cursor": None})
+
+
+@routes.get(
+    "/v1/executions/{id}/steps",
+    scope="read",
+    answers={200: Listed("steps", StepAnswer)},
+    errors=(404,),
+)
+async def list_steps(call: Call[None, PageQuery]) -> Reply:
+    """List what the handlers of an execution recorded, in the order in which they did."""
+    execution_id, cursor = await call.execution(), call.query.cursor
+    if cursor and not _is_step_cursor(cursor):
+        raise Problem("invalid_cursor", "is not a cursor of this listing")
+    after = int(cursor[1:]) if cursor else 0
+    page = await call.backend.steps.read_steps(execution_id, after, call.query.size)
+    following = None if page.next_after_seq is None else f"s{page.next_after_seq}"
+    return answer({"steps": [_step(each) for each in page.steps], "next_cursor": following})
+
+
+def _step(step: StepRecord) -> StepAnswer:
+    fields, result, encoding = msgspec.structs.asdict(step), None, None
+    if (stored := fields.pop("result")) is not None:
+        try:
+            result, encoding = stored.decode(), "utf8"
+        except UnicodeDecodeError:
+            result, encoding = b64encode(stored).decode(), "base64"
+    return StepAnswer(**fields, result=result, encoding=encoding)
 
 
 @routes.get("/v1/executions/{id}/tags", scope="read", answers={200: dict[str, str]}, errors=(404,))
