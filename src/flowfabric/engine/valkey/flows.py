@@ -324,7 +324,9 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         ):
             known = member is not None
             args.append(self._calls.checked(member, f"{end}_execution_id") if known else "")
-        args.append(check.one_of(dependency_kind, "dependency_kind", ("", *graphs.KINDS)))
+        if dependency_kind != "":
+            check.one_of(dependency_kind, "dependency_kind", graphs.KINDS)
+        args.append(dependency_kind)
         args.append(check.text(data_passing_ref, "data_passing_ref"))
         reply = await self._calls.fcall(
             "ff_apply_edge", self._tag(flow_id), args, op="apply_dependency_to_child"
