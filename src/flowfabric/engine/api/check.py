@@ -198,6 +198,11 @@ def clamped(value: int) -> int:
     return max(-MAX_EXACT, min(MAX_EXACT, value))
 
 
+def revision(value: Any, field: str) -> int:
+    """A whole number of 64 bits to compare with; none that large is ever reached."""
+    return clamped(whole(value, field, 0, _U64_MAX))
+
+
 def timestamp(value: Any, field: str, *, low: int = -_I64_MAX) -> int:
     """A time in ms, clamped to what Lua represents exactly."""
     return clamped(whole(value, field, low, _I64_MAX))

@@ -282,7 +282,7 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         check.text(ref, "data_passing_ref")
         check.text(kind, "dependency_kind")
         check.text(name, "input_name")
-        expected = "" if revision is None else check.whole(revision, "expected_graph_revision", 0)
+        expected = "" if revision is None else check.revision(revision, "expected_graph_revision")
         return tag, [flow_id, edge, *ends, kind, ref, name, expected]
 
     async def stage_dependency_edge(
