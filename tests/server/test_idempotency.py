@@ -10,6 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from flowfabric.engine.valkey import keys
 from flowfabric.server.auth import new_token, write_tokens
 from tests.server.conftest import Serving, serving
 from tests.server.status_rows import CLAIM
@@ -24,8 +25,9 @@ from tests.support.subjects import Subjects
 PATH = "/v1/executions"
 
 
-def name_of(key: str, path: str = PATH, method: str = "POST", token_id: str = "anonymous") -> str:
-    scope = f"{method}\n{path}\n{token_id}\n{key}"
+def name_of(key: str, token_id: str) -> str:
+    """The key of a stored answer to `POST /v1/executions`."""
+    scope = f"POST\n{PATH}\n{token_id}\n{key}"
     return f"ff:http:idem:{hashlib.sha256(scope.encode()).hexdigest()}"
 
 
@@ -92,7 +94,7 @@ async def test_a_key_belongs_to_its_token(engine: Engine, tmp_path: Path) -> Non
                 assert answer.headers.get("idempotency-replayed") == replayed
                 ids.add(answer.json["Created"]["execution_id"])
         assert len(ids) == 2
-    assert await names(engine) == {name_of("k", token_id="one"), name_of("k", token_id="two")}
+    assert await names(engine) == {name_of("k", "one"), name_of("k", "two")}
 
 
 async def test_of_two_calls_at_once_one_runs(http: Http) -> None:
@@ -117,11 +119,7 @@ async def test_an_answer_without_a_body_is_repeated(http: Http, engine: Engine) 
 @pytest.mark.corrupts
 async def test_a_fault_is_not_stored(http: Http, engine: Engine) -> None:
     facts = await Subjects(engine, http).make("waiting")
-    key = f"ff:exec:{facts['id'].tag}:{facts['id']}:core"
-    (core,) = cast("list[bytes]", await engine.backend.transport.call("KEYS", f"*{facts['id']}*"))[
-        :1
-    ]
-    assert key or core
+    core = keys.core(facts["id"].tag, facts["id"])
     state = await engine.backend.transport.call("HGET", core, "state")
     await engine.backend.transport.call("HSET", core, "state", "??????")
     path = f"{PATH}/{facts['id']}/priority"
