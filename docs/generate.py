@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from flowfabric.cli.main import COMMANDS, app, load_command
-from flowfabric.core.catalogue import CATALOGUE
+from flowfabric.core.catalogue import CATALOGUE, OURS
 from flowfabric.core.state import CODE_LETTERS
 from flowfabric.engine.http.operations import OperationScope, operations
 from flowfabric.engine.metrics import GROUPS, LONG_SECONDS, SECONDS, Metric
@@ -76,6 +76,9 @@ def errors() -> str:
         "| class | what to do |",
         "|---|---|",
         *(f"| {letter} | {meaning} |" for letter, meaning in CLASSES.items()),
+        "",
+        "Clients written for the reference server do not know the codes marked with *. Such a",
+        "client decides by the HTTP status and `retryable`, which every error has.",
     ]
     for group, entries in groupby(CATALOGUE.values(), key=lambda entry: entry.group):
         lines += [
@@ -86,7 +89,9 @@ def errors() -> str:
             "|---|---|---|---|",
         ]
         lines += [
-            f"| `{e.code}` | {e.error_class.value} | {e.http_status} | {e.hint} |" for e in entries
+            f"| `{e.code}`{' *' if e.code in OURS else ''} | {e.error_class.value} "
+            f"| {e.http_status} | {e.hint} |"
+            for e in entries
         ]
     return "\n".join(lines) + "\n"
 

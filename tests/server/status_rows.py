@@ -57,6 +57,10 @@ def known(word: str, *others: str, subject: str = "waiting", code: str = "execut
 CANCEL = {"execution_id": "$id", "reason": "x"}
 LEASE = {"lease_id": "$uuid", "lease_epoch": 1, "attempt_id": "$uuid"}
 HELD = LEASE | {"source": "lease_holder"}
+FENCE = {name: f"${name}" for name in LEASE}
+MEMBER = {"flow_id": "$id", "execution_id": "$execution_id"}
+AFTER_GONE = {"depends_on": [{"upstream": "$gone"}]}
+NO_CAPABILITY = {"routing_requirements": {"required_capabilities": ["a b"]}}
 CLAIM = {"lane_id": "$lane", "worker_instance_id": "w-1", "grant_ttl_ms": 1000}
 RECLAIM = CLAIM | {"worker_id": "w"}
 REPLAY_ONCE = {"expected_replay_count": 7, "strict": True}
@@ -72,6 +76,7 @@ SIGNAL = {
     "waitpoint_token": "$token",
 }
 GO = {"signal_name": "go"}
+ONE_SIGNAL = {"max_signals_per_execution": 1}
 TOKEN = {"x-ff-waitpoint-token": "$token"}
 EXECUTIONS: dict[str, list[Row]] = {
     "POST /v1/executions": [
@@ -81,6 +86,9 @@ EXECUTIONS: dict[str, list[Row]] = {
         Row("404 flow_not_found", body=LEAST | {"flow_id": "$uuid"}),
         Row("409 lane_not_accepting", "disabled", LEAST | {"lane_id": "$lane"}),
         Row("409 flow_already_terminal", "ended", LEAST | {"flow_id": "$id"}),
+        Row("400 partition_mismatch", "flow", LEAST | MEMBER | {"execution_id": "$elsewhere"}),
+        Row("409 execution_not_in_flow", "flow", LEAST | {"flow_id": "$id"} | AFTER_GONE),
+        Row("400 invalid_capabilities", body=LEAST | {"policy": NO_CAPABILITY}),
     ],
     f"POST {E}/cancel": [
         Row("200 Cancelled", "waiting", CANCEL),
@@ -89,6 +97,11 @@ EXECUTIONS: dict[str, list[Row]] = {
         Row("404 execution_not_found", "unknown", CANCEL),
         Row("409 execution_not_active", "completed", CANCEL),
         Row("409 stale_lease", "running", CANCEL | HELD),
+        Row("409 lease_expired", "expired", CANCEL | HELD | FENCE),
+        Row("409 lease_revoked", "revoked", CANCEL | HELD | FENCE),
+        Row("400 fence_required", "running", CANCEL | {"source": "lease_holder"}),
+        Row("400 partial_fence_triple", "running", CANCEL | HELD | {"attempt_id": None}),
+        Row("422 invalid_input", "running", CANCEL | HELD | {"lease_id": "x"}),
     ],
     f"PUT {E}/priority": [
         Row("200 Changed", "waiting", {"new_priority": 5}),
@@ -101,6 +114,7 @@ EXECUTIONS: dict[str, list[Row]] = {
         Row("409 execution_not_terminal", "waiting"),
         Row("409 replay_not_allowed", "cancelled", REPLAY_ONCE),
         Row("409 max_replays_exhausted", "spent"),
+        Row("409 deps_not_satisfied", "skipped", {"strict": True}),
     ],
     f"POST {E}/revoke-lease": [
         Row("200 Revoked", "running"),
@@ -162,6 +176,10 @@ EXECUTIONS: dict[str, list[Row]] = {
         Row("400 invalid_token", "parked", SIGNAL | {"waitpoint_token": "x"}),
         Row("404 execution_not_found", "unknown", SIGNAL),
         Row("409 target_not_signalable", "unparked", SIGNAL),
+        Row("400 token_expired", "outdated", SIGNAL),
+        Row("400 signal_limit_exceeded", "signalled", SIGNAL | ONE_SIGNAL),
+        Row("400 payload_too_large", "parked", SIGNAL | {"payload_b64": "AAAA" * 22_000}),
+        Row("409 waitpoint_closed", "closed", SIGNAL),
     ],
     f"POST {W}/approve": [
         Row("200 Accepted", "parked", GO),
@@ -181,6 +199,8 @@ EXECUTIONS: dict[str, list[Row]] = {
         Row("401 invalid_token", "parked", GO, headers={"x-ff-waitpoint-token": "x"}),
         Row("401 invalid_token", "unknown", GO, headers=TOKEN),
         Row("409 target_not_signalable", "unparked", GO, headers=TOKEN),
+        Row("401 token_expired", "outdated", GO, headers=TOKEN),
+        Row("401 invalid_token", "parked", GO, headers={"x-ff-waitpoint-token": "k9:" + "0" * 40}),
     ],
     "GET /v1/suspended": [Row("200 suspensions"), Row("400 invalid_cursor", query="cursor=nope")],
     f"GET {A}/stream": [
@@ -209,6 +229,7 @@ EXECUTIONS: dict[str, list[Row]] = {
         Row("400 invalid_input", "revoked", RECLAIM | {"grant_ttl_ms": 60_001}),
         Row("404 execution_not_found", "unknown", RECLAIM),
         Row("409 grant_already_exists", "granted", RECLAIM),
+        Row("400 invalid_capabilities", "revoked", RECLAIM | {"worker_capabilities": ["a,b"]}),
     ],
     f"POST {E}/block": [
         Row("200 Blocked", "waiting"),
@@ -264,8 +285,8 @@ REMOTE: dict[str, list[Row]] = {
     "POST /v1/remote/usage": items(budget="b", dimensions={"tokens": 1}, dedup_key="k"),
 }
 NEW_FLOW = {"flow_id": "$uuid", "flow_kind": "etl", "namespace": "default"}
-MEMBER = {"flow_id": "$id", "execution_id": "$execution_id"}
 EDGE = {"flow_id": "$id", "edge_id": "$uuid"}
+B_TO_A = EDGE | {"upstream_execution_id": "$b", "downstream_execution_id": "$a"}
 A_TO_B = EDGE | {"upstream_execution_id": "$a", "downstream_execution_id": "$b"}
 NO_ENDS = EDGE | dict.fromkeys(
     ("upstream_execution_id", "downstream_execution_id"), "$execution_id"
@@ -278,6 +299,8 @@ FLOWS: dict[str, list[Row]] = {
     "POST /v1/flows": [
         Row("201 Created", body=NEW_FLOW),
         Row("200 AlreadySatisfied", body=NEW_FLOW, repeated=True),
+        Row("400 invalid_input", "flow", NEW_FLOW | {"flow_id": "$id", "flow_kind": "other"}),
+        Row("400 invalid_input", "flow", NEW_FLOW | {"flow_id": "$id", "namespace": "other"}),
     ],
     "GET /v1/flows": [Row("200 flows"), Row("400 invalid_input", query="status=nope")],
     f"GET {F}": known("edge_groups", subject="flow", code="flow"),
@@ -298,6 +321,9 @@ FLOWS: dict[str, list[Row]] = {
         Row("404 execution_not_found", "flow", MEMBER | {"execution_id": "$gone"}),
         Row("409 already_member_of_different_flow", "promised", MEMBER),
         Row("409 flow_already_terminal", "ended", MEMBER),
+        # Before anything is looked up.
+        Row("400 partition_mismatch", body=MEMBER | {"execution_id": "$elsewhere"}),
+        Row("400 partition_mismatch", "flow", MEMBER | {"execution_id": "$elsewhere"}),
     ],
     f"GET {F}/members": known("members", subject="flow", code="flow"),
     f"GET {F}/edges": [
@@ -313,11 +339,9 @@ FLOWS: dict[str, list[Row]] = {
         Row("409 dependency_already_exists", "staged", A_TO_B | {"input_name": "x"}),
         Row("409 execution_not_in_flow", "loose", A_TO_B | {"downstream_execution_id": "$gone"}),
         Row("409 flow_already_terminal", "ended", A_TO_B),
-        Row(
-            "409 cycle_detected",
-            "flow",
-            EDGE | {"upstream_execution_id": "$b", "downstream_execution_id": "$a"},
-        ),
+        Row("400 invalid_input", "loose", A_TO_B | {"dependency_kind": "nope"}),
+        Row("400 invalid_input", "loose", A_TO_B | {"input_name": "a b"}),
+        Row("409 cycle_detected", "flow", B_TO_A),
     ],
     f"POST {F}/edges/apply": [
         Row("200 Applied", "staged", EDGE),
@@ -325,6 +349,14 @@ FLOWS: dict[str, list[Row]] = {
         Row("400 invalid_dependency", "loose", EDGE),
         Row("404 flow_not_found", body=EDGE),
         Row("409 terminal", "overtaken", EDGE),
+        Row("400 invalid_dependency", "staged", EDGE | {"upstream_execution_id": "$gone"}),
+        Row("400 invalid_dependency", "staged", EDGE | {"downstream_execution_id": "$a"}),
+        Row("400 invalid_dependency", "staged", EDGE | {"dependency_kind": "failure_only"}),
+        Row("400 invalid_dependency", "staged", EDGE | {"data_passing_ref": "x"}),
+        Row("400 invalid_input", "staged", EDGE | {"dependency_kind": "nope"}),
+        # An edge has no revision of its own, so there is nothing to compare it with.
+        Row("200 Applied", "staged", EDGE | {"graph_revision": 99}),
+        Row("409 flow_already_terminal", "abandoned", EDGE),
     ],
     f"POST {F}/cancel": [
         Row("200 Cancelled", "flow", STOP, query="wait=true"),
@@ -372,6 +404,8 @@ BUDGET = {
     "hard_limits": [10],
     "soft_limits": [5],
 }
+TWO_LISTS = {"hard_limits": [1] * 65, "soft_limits": [0] * 65}
+MANY = {"dimensions": [f"d{n}" for n in range(65)], **TWO_LISTS}
 USAGE = {"dimensions": {"tokens": 1}}
 LIMITS = {"hard_limits": {"tokens": 20}}
 QUOTA = {
@@ -385,6 +419,10 @@ DEPLOYMENT: dict[str, list[Row]] = {
         Row("201 Created", body=BUDGET),
         Row("200 AlreadySatisfied", body=BUDGET, repeated=True),
         Row("400 invalid_input", body=BUDGET | {"soft_limits": []}),
+        Row("400 invalid_budget_scope", body=BUDGET | {"scope_type": ""}),
+        Row("400 invalid_budget_scope", body=BUDGET | {"scope_id": "x" * 257}),
+        Row("400 invalid_input", body=BUDGET | {"hard_limits": [2**53]}),
+        Row("400 invalid_input", body=BUDGET | MANY),
     ],
     "GET /v1/budgets": [Row("200 budgets"), Row("400 invalid_cursor", query="cursor=nope")],
     f"GET {B}": known("usage", subject="budget", code="budget"),
@@ -392,6 +430,9 @@ DEPLOYMENT: dict[str, list[Row]] = {
         Row("200 Ok", "budget", USAGE),
         Row("200 HardBreach", "budget", {"dimensions": {"tokens": 11}}),
         Row("404 budget_not_found", body=USAGE),
+        Row("400 invalid_input", "budget", {"dimensions": {"tokens": 2**53}}),
+        Row("422 invalid_input", "budget", {"dimensions": {"tokens": 1.5}}),
+        Row("422 invalid_input", "budget", {"dimensions": None}),
     ],
     f"POST {B}/reset": known("Reset", subject="budget", code="budget"),
     f"PUT {B}": [
@@ -436,7 +477,7 @@ DEPLOYMENT: dict[str, list[Row]] = {
         Row("200 rotated", "secret", {"new_kid": "$uuid", "new_secret_hex": "cd" * 32}),
         Row("400 invalid_kid", "secret", {"new_kid": "", "new_secret_hex": "cd" * 32}),
         Row("400 invalid_secret_hex", "secret", {"new_kid": "k9", "new_secret_hex": "z"}),
-        Row("409 rotation_conflict", "secret", {"new_kid": "k1", "new_secret_hex": "cd" * 32}),
+        Row("409 rotation_conflict", "secret", {"new_kid": "$kid", "new_secret_hex": "cd" * 32}),
     ],
     "GET /v1/admin/rotations/{id}": known("status", subject="rotation", code="rotation"),
     "GET /v1/admin/waitpoint-kids": [Row("200 current_kid", "secret")],

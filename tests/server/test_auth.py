@@ -20,9 +20,12 @@ from flowfabric.server.auth import (
     write_tokens,
 )
 from flowfabric.server.config import ServerConfig
+from flowfabric.server.process import ServerProcess
 from flowfabric.server.routes.table import all_routes
 from flowfabric.server.routing import Route
 from tests.server.conftest import Serving, serving
+from tests.server.status_rows import ROWS
+from tests.server.test_statuses import filled
 from tests.support.engine import Engine
 from tests.support.flows import graph
 from tests.support.http import Http
@@ -190,12 +193,13 @@ async def test_executions_and_flows_of_other_namespaces_are_not_found(
     assert await engine.backend.reads.read_execution_state(theirs) == "waiting"
 
 
-SHARED = [
-    ("POST", "/v1/budgets/{id}/reset"),
-    ("DELETE", "/v1/budgets/{id}"),
-    ("PUT", "/v1/lanes/{lane}/state"),
-    ("POST", "/v1/admin/scanners/{name}/run"),
-]
+SHARED = {
+    "POST /v1/budgets",
+    *(f"PUT {B}", f"DELETE {B}", f"POST {B}/usage", f"POST {B}/reset"),
+    *("POST /v1/quotas", "PUT /v1/quotas/{id}"),
+    *("PUT /v1/lanes/{lane}/state", "PUT /v1/lanes/{lane}/config"),
+    *("POST /v1/admin/rotate-waitpoint-secret", "POST /v1/admin/scanners/{name}/run"),
+}
 
 
 async def test_what_all_namespaces_share_needs_a_token_for_all(
@@ -204,10 +208,73 @@ async def test_what_all_namespaces_share_needs_a_token_for_all(
     token, stored = new_token("ours", ["admin"], ["ours"])
     write_tokens(tmp_path / "tokens", [stored])
     async with serving(engine, tokens_file=tmp_path / "tokens") as http:
-        for method, template in SHARED:
-            (route,) = [r for r in all_routes() if (r.method, r.template) == (method, template)]
-            body = {"state": "active"} if template.endswith("state") else None
-            assert await status_of(http.with_token(token), route, body) == 403, template
+        ours = http.with_token(token)
+        for route in all_routes():
+            name = f"{route.method} {route.template}"
+            if name not in SHARED:
+                continue
+            body = ROWS[name][0].body
+            given = None if body is None else filled(body, {"uuid": UUID})
+            answer = await ours.send(route.method, path_of(route, id=UUID), given)
+            assert answer.kind == (403, "forbidden"), name
+            assert answer.json["detail"] == "this call needs a token for all namespaces", name
+        flow = {"flow_id": UUID, "flow_kind": "secret", "namespace": "theirs"}
+        await engine.backend.flows.create_flow(UUID, "secret", "theirs")
+        hidden = await ours.post("/v1/flows", flow | {"flow_kind": "x", "namespace": "ours"})
+        assert hidden.kind == (400, "invalid_input")
+        assert b"theirs" not in hidden.body
+        assert b"secret" not in hidden.body
+
+
+# --- the first check -----------------------------------------------------------------------
+
+
+async def test_the_token_is_checked_before_the_path(serve: Serving) -> None:
+    async with serve(api_token="t") as http:
+        for path in ("/nope", "/%ff", "/v1/executions/%ff", "/v1/executions/x/state", "/v1/%c3"):
+            assert (await http.get(path)).status == 401, path
+        known = http.with_token("t")
+        for path in ("/%ff", "/v1/executions/%ff", "/v1/lanes/a%c3%28"):
+            answer = await known.get(path)
+            assert (*answer.kind, answer.json["detail"]) == (
+                *(400, "invalid_input", "path: is not UTF-8"),
+            )
+        # Open paths are open for their own methods only.
+        for path in ("/livez", "/healthz", "/readyz", "/metrics"):
+            assert (await http.post(path)).status == 401, path
+            assert (await known.post(path)).status == 405, path
+
+
+async def test_every_answer_has_a_request_id(serve: Serving) -> None:
+    async with serve(api_token="t") as http:
+        known = http.with_token("t")
+        for answer in (
+            await http.get("/livez"),
+            await http.get("/nope"),
+            await known.get("/nope"),
+            await known.post("/livez"),
+            await known.get("/v1/executions/x"),
+            await http.send(
+                "OPTIONS",
+                "/v1/executions",
+                headers={"origin": "https://a.example", "access-control-request-method": "PUT"},
+            ),
+        ):
+            assert len(answer.headers["x-request-id"]) == 36, answer.status
+
+
+async def test_without_a_token_the_server_warns(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    ServerProcess(engine.backend, ServerConfig(listen=("127.0.0.1", 9090))).warn()
+    admin, data = caplog.records
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    assert {record.__dict__["listen_addr"] for record in caplog.records} == {"127.0.0.1:9090"}
+    assert "/v1/admin/*" in admin.getMessage()
+    assert "waitpoint tokens and results" in data.getMessage()
+    caplog.clear()
+    ServerProcess(engine.backend, ServerConfig(api_token="t")).warn()
+    assert caplog.records == []
 
 
 # --- rate limits ----------------------------------------------------------------------------

@@ -101,7 +101,7 @@ UNDECODABLE: list[tuple[Any, str]] = [
     (LEAST | {"input_payload": [1, 256]}, "input_payload[1]: expected int <= 255"),
     (LEAST | {"input_payload_b64": "YQ"}, "input_payload_b64: invalid base64 encoded string"),
     (LEAST | {"lane_id": ""}, "lane_id: must be 1 to 64 printable ASCII characters"),
-    (LEAST | {"flow_id": "X"}, "flow_id: must be a UUID in lower case with hyphens"),
+    (LEAST | {"flow_id": "X"}, "flow_id: must be a UUID"),
     (LEAST | {"depends_on": [{}]}, "depends_on[0].upstream: missing"),
 ]
 

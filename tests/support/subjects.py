@@ -18,6 +18,8 @@ from tests.support.streams import append
 from tests.support.suspension import GO, Waits
 
 Facts = dict[str, Any]
+_LEASE = ("lease_id", "lease_epoch", "attempt_id")
+_LEASE_MS = 3_600_000
 _CLAIM = {"worker_id": "w", "worker_instance_id": "w-1", "grant_ttl_ms": 1000}
 
 
@@ -37,6 +39,8 @@ class Subjects:
         tag = TestFlow.tag_of(self.engine, facts["id"])
         for each in ("execution_id", "gone", "a", "b"):
             facts[each] = ExecutionId.parse(f"{tag}:{new_uuid()}")
+        other = (int(tag[4:-1]) + 1) % self.backend.counts.flow
+        facts["elsewhere"] = ExecutionId.parse(f"{{fp:{other}}}:{new_uuid()}")
         facts |= {"idx": "0", "lane": self._lane(), "instance": "w-9", "worker_id": "w"}
         facts |= {"name": "nope", "token": "k1:" + "0" * 40}
         return facts | await getattr(self, f"_{name}")()
@@ -61,10 +65,16 @@ class Subjects:
         lane = self._lane()
         return await self.engine.running(lane=lane, **fields), lane
 
-    async def _running(self) -> Facts:
-        handle, lane = await self._held()
+    async def _running(self, **fields: Any) -> Facts:
+        handle, lane = await self._held(**fields)
         text = b64encode(handle.opaque).decode()
-        return {"id": handle.execution_id, "lane": lane, "handle": text}
+        lease = {name: getattr(handle, name) for name in _LEASE}
+        return {"id": handle.execution_id, "lane": lane, "handle": text, **lease}
+
+    async def _expired(self) -> Facts:
+        facts = await self._running()
+        await self.engine.advance(_LEASE_MS)
+        return facts
 
     async def _summed(self) -> Facts:
         handle, _ = await self._held()
@@ -90,10 +100,10 @@ class Subjects:
         await self.backend.claims.block_execution_for_admission(facts["id"], "paused_by_operator")
         return facts
 
-    async def _revoked(self) -> Facts:
-        handle, lane = await self._held()
-        await self.backend.leases.revoke_lease(handle.execution_id)
-        return {"id": handle.execution_id, "lane": lane}
+    async def _revoked(self, **fields: Any) -> Facts:
+        facts = await self._running(**fields)
+        await self.backend.leases.revoke_lease(facts["id"])
+        return facts
 
     async def _granted(self) -> Facts:
         facts = await self._revoked()
@@ -106,22 +116,47 @@ class Subjects:
 
     async def _parked(self) -> Facts:
         waits = await Waits.open(self.engine)
-        handle, _ = await self._held()
+        handle, lane = await self._held()
         parked = await waits.park(GO, handle=handle)
         token = parked.details.waitpoint_token.reveal()
-        waitpoint_id = parked.details.waitpoint_id
-        return {"id": handle.execution_id, "waitpoint_id": waitpoint_id, "token": token}
+        facts = {"id": handle.execution_id, "lane": lane, "token": token}
+        return facts | {"waitpoint_id": parked.details.waitpoint_id}
 
     async def _unparked(self) -> Facts:
         facts = await self._parked()
         await self.backend.executions.cancel_execution(facts["id"])
         return facts
 
+    async def _outdated(self) -> Facts:
+        """A waitpoint whose token was signed with a key that is no longer accepted."""
+        facts = await self._parked()
+        secrets = self.backend.secrets
+        await secrets.rotate_waitpoint_hmac_secret_all(new_uuid(), "cd" * 32, 0)
+        await self.engine.advance(1)
+        return facts
+
+    async def _signalled(self) -> Facts:
+        """A waitpoint that has had a signal, and waits for another."""
+        facts = await self._parked()
+        await self.backend.signals.deliver_signal(
+            facts["id"], facts["waitpoint_id"], facts["token"], "other"
+        )
+        return facts
+
+    async def _closed(self) -> Facts:
+        """A waitpoint of an earlier suspension."""
+        facts = await self._parked()
+        await self.backend.suspensions.resume_execution(facts["id"])
+        claim = await self.engine.claim(lane=facts["lane"])
+        await Waits(self.engine).park(GO, handle=claim.handle)
+        return facts
+
     async def _pending(self) -> Facts:
         await Waits.open(self.engine)
         handle, _ = await self._held()
         made = await self.backend.waitpoints.create_waitpoint(handle, "k", 60_000)
-        return {"id": handle.execution_id, "waitpoint_id": made.waitpoint_id}
+        token = made.waitpoint_token.reveal()
+        return {"id": handle.execution_id, "waitpoint_id": made.waitpoint_id, "token": token}
 
     async def _damaged(self) -> Facts:
         """A waitpoint in a state that does not exist."""
@@ -150,6 +185,18 @@ class Subjects:
             facts["id"], facts["a"], facts["b"], edge_id=facts["uuid"]
         )
         return facts
+
+    async def _abandoned(self) -> Facts:
+        """An edge that is stored in a cancelled flow."""
+        facts = await self._staged()
+        await self.backend.flows.cancel_flow(facts["id"], cancellation_policy="flow_only")
+        return facts
+
+    async def _skipped(self) -> Facts:
+        """A member that was skipped because its upstream failed."""
+        flow = await submitted(self.engine, "a>b")
+        await flow.end("a", "failed")
+        return self._of(flow) | {"id": flow.nodes["b"]}
 
     async def _overtaken(self) -> Facts:
         """An edge to a child that is cancelled."""
@@ -220,7 +267,9 @@ class Subjects:
 
     async def _secret(self) -> Facts:
         await Waits.open(self.engine)
-        return {}
+        kid = new_uuid()
+        await self.backend.secrets.rotate_waitpoint_hmac_secret_all(kid, "ef" * 32, 60_000)
+        return {"kid": kid}
 
     async def _rotation(self) -> Facts:
         await Waits.open(self.engine)

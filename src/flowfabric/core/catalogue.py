@@ -240,6 +240,14 @@ def _build() -> dict[str, CatalogueEntry]:
 
 
 CATALOGUE: dict[str, CatalogueEntry] = _build()
+OURS = frozenset(
+    {
+        *("tag_limit_exceeded", "batch_too_large", "lane_limit_exceeded", "signal_bytes_exceeded"),
+        *("waitpoint_limit_exceeded", "signature_limit_exceeded"),
+        *("execution_being_deleted", "lane_placement_changed"),
+    }
+)
+"""Codes that the catalogue of 02 §16 does not have."""
 
 
 class FaultKind(NamedTuple):

@@ -24,6 +24,7 @@ _INDEX = (
     "(?:0|[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 )
 _is_uuid = re.compile(_UUID).fullmatch
+_is_other_uuid = re.compile(rf"(?i:{_UUID}|[0-9a-f]{{32}})").fullmatch
 _is_index = re.compile(_INDEX).fullmatch
 _is_execution_id = re.compile(rf"\{{fp:{_INDEX}\}}:{_UUID}").fullmatch
 _is_compact_id = re.compile(rf"({_INDEX})-({_UUID})").fullmatch
@@ -190,6 +191,22 @@ def _execution_id_error(text: object, field: str) -> IdParseError:
 def is_uuid(text: str) -> bool:
     """Whether stored text is a UUID in lower case."""
     return _is_uuid(text) is not None
+
+
+def canonical_uuid(text: str) -> str | None:
+    """A UUID in the form that is stored; None if the text is no UUID.
+
+    Callers may write it in upper case or without hyphens.
+
+    >>> canonical_uuid("1111111122224333844455555555555A")
+    '11111111-2222-4333-8444-55555555555a'
+    """
+    if _is_uuid(text) is not None:
+        return text
+    if _is_other_uuid(text) is None:
+        return None
+    digits = text.replace("-", "").lower()
+    return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
 
 def is_execution_id(text: str, tag: str) -> bool:

@@ -19,7 +19,7 @@ from flowfabric.core.errors import (
     ValidationError,
     invalid_input,
 )
-from flowfabric.core.ids import is_uuid
+from flowfabric.core.ids import canonical_uuid
 
 _MAX_PRIORITY = 9000
 _MAX_BUDGET_IDS = 16
@@ -96,8 +96,10 @@ def _multiplier(value: Any, path: str) -> float:
 
 
 def _uuid(value: Any, path: str) -> str:
-    _check(is_uuid(_text(value, path)), path, "is not a UUID")
-    return value
+    found = canonical_uuid(_text(value, path))
+    if found is None:
+        raise _refuse(path, "is not a UUID")
+    return found
 
 
 def _budget_ids(value: Any, path: str) -> tuple[str, ...]:

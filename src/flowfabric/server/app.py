@@ -33,6 +33,7 @@ from flowfabric.server.cors import Cors
 from flowfabric.server.exchange import (
     ClientGone,
     EventStream,
+    Headers,
     Receive,
     Request,
     Send,
@@ -40,7 +41,7 @@ from flowfabric.server.exchange import (
     send_reply,
 )
 from flowfabric.server.idempotency import IdempotentReplies
-from flowfabric.server.problems import Problem, not_json, problem_of, too_fast
+from flowfabric.server.problems import Problem, invalid, not_json, problem_of, too_fast
 from flowfabric.server.routing import Match, Route, RouteTable
 from flowfabric.server.wire import Reply, encode
 
@@ -69,6 +70,9 @@ class ServerApp:
         services.routes = tuple(table.routes)
         self.tokens = Tokens(config.api_token, config.tokens_file)
         self.observers: list[Observer] = []
+        self._without_cors = {
+            route.template.encode() for route in table.routes if not route.cross_origin
+        }
         self._cors = Cors(config.cors_origins, with_token=self.tokens.required)
         self._limits = {
             "large": config.limits.large,
@@ -88,13 +92,14 @@ class ServerApp:
     async def _serve(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         started = time.perf_counter()
         request = Request(scope, receive)
-        headers = self._cors.preflight(request.method, request.headers)
-        if headers is not None:
-            await send_reply(send, Reply(200), headers)
-            return
+        headers: Headers = [(b"x-request-id", request.request_id.encode())]
+        if request.path not in self._without_cors:
+            asked = self._cors.preflight(request.method, request.headers)
+            if asked is not None:
+                await send_reply(send, Reply(200), [*headers, *asked])
+                return
+            headers += self._cors.headers(request.headers.get(b"origin"))
         template = _UNKNOWN
-        headers = self._cors.headers(request.headers.get(b"origin"))
-        headers.append((b"x-request-id", request.request_id.encode()))
         try:
             match = self.table.find(request.path)
             route = None if match is None else match.methods.get(request.method)
@@ -133,6 +138,8 @@ class ServerApp:
                 raise too_fast(caller.token_id, caller.limit.rate_per_s, wait_s)
         if match is None:
             return _NOT_FOUND
+        if not match.is_text:
+            raise invalid("path", "is not UTF-8")
         if route is None:
             return Reply(405, _NOT_ALLOWED, headers=(("Allow", match.allowed),))
         if route.scope is not None and not caller.may(route.scope):
@@ -148,11 +155,8 @@ class ServerApp:
         route, request = call.route, call.request
         body = b""
         if route.method in ("POST", "PUT"):
-            limit = self._limits[route.limit]
-            if route.body is None:
-                request.check_length(limit, route.template)
-            else:
-                body = await request.read(limit, route.template)
+            sent = await request.read(self._limits[route.limit], route.template)
+            body = b"" if route.body is None else sent
             key = request.headers.get(b"idempotency-key")
             # The callback route is open, and the key names its signal there.
             if key is not None and route.scope is not None:

@@ -1,14 +1,15 @@
 """Request bodies: the types of their fields, and how JSON becomes a request (10 §1, §2.5)."""
 
+import json
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import msgspec
 
 from flowfabric.core.errors import ValidationError
-from flowfabric.core.ids import ExecutionId
+from flowfabric.core.ids import ExecutionId, canonical_uuid
 from flowfabric.core.policy import ExecutionPolicy, parse_policy
 from flowfabric.server.problems import Problem, invalid, not_json
 
@@ -18,18 +19,11 @@ U16 = Annotated[int, msgspec.Meta(ge=0, le=2**16 - 1)]
 U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 I32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 I64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-# The engine takes no number above 2^53, and msgspec can compare up to here.
-U64 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-
+_U64_MAX = 2**64 - 1
 # JSON Schema knows no end of text, and a plain $ would let a final line break pass.
-_UUID = r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$(?!\n)"
 _LANE = r"^[ -~]{1,64}$(?!\n)"
-Uuid = Annotated[str, msgspec.Meta(pattern=_UUID)]
 LaneName = Annotated[str, msgspec.Meta(pattern=_LANE)]
-_PATTERNS = {
-    repr(_UUID): "must be a UUID in lower case with hyphens",
-    repr(_LANE): "must be 1 to 64 printable ASCII characters",
-}
+_PATTERNS = {repr(_LANE): "must be 1 to 64 printable ASCII characters"}
 
 T = TypeVar("T")
 _message = re.compile(r"(?s)(.*?)(?: - at `(?:key` in `)?\$?(.*)`)?").fullmatch
@@ -39,6 +33,25 @@ _strings = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _syntax = msgspec.json.Decoder(msgspec.Raw)
 
 
+class _Checked(type):
+    """Makes types whose values are plain text or numbers that `decode_field` has checked."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return True
+
+
+if TYPE_CHECKING:
+    U64 = int
+    Uuid = str
+else:
+
+    class U64(metaclass=_Checked):
+        """A whole number of 64 bits: msgspec itself can only compare up to 2^63 - 1."""
+
+    class Uuid(metaclass=_Checked):
+        """A UUID; upper case and missing hyphens are accepted, and never stored."""
+
+
 class PolicyObject:
     """An execution policy that was checked while it was decoded."""
 
@@ -46,6 +59,36 @@ class PolicyObject:
 
     def __init__(self, policy: ExecutionPolicy | None) -> None:
         self.policy = policy
+
+
+class OfExecution(msgspec.Struct, frozen=True, kw_only=True):
+    """About the execution of the path, whose id the body may repeat."""
+
+    execution_id: ExecutionId | None = None
+
+
+class OfWaitpoint(OfExecution, frozen=True, kw_only=True):
+    """About the waitpoint of the path."""
+
+    waitpoint_id: Uuid | None = None
+
+
+class OfFlow(msgspec.Struct, frozen=True, kw_only=True):
+    """About the flow of the path."""
+
+    flow_id: Uuid | None = None
+
+
+class OfLane(msgspec.Struct, frozen=True, kw_only=True):
+    """About the lane of the path."""
+
+    lane_id: LaneName | None = None
+
+
+class OfInstance(msgspec.Struct, frozen=True, kw_only=True):
+    """About the worker process of the path."""
+
+    worker_instance_id: str | None = None
 
 
 class _PolicyRefused(ValueError):
@@ -73,9 +116,36 @@ def _policy(value: Any) -> PolicyObject:
         raise _PolicyRefused(error) from None
 
 
+_JSON_TYPES = {dict: "object", list: "array", type(None): "null"}
+
+
+def _expect(value: Any, kind: type) -> None:
+    given: type = type(value)
+    if given is not kind:
+        found = _JSON_TYPES.get(given, given.__name__)
+        raise ValueError(f"expected {kind.__name__}, got {found}")
+
+
+def _u64(value: Any) -> int:
+    _expect(value, int)
+    if not 0 <= value <= _U64_MAX:
+        raise ValueError(f"expected int from 0 to {_U64_MAX}")
+    return value
+
+
+def _uuid(value: Any) -> str:
+    _expect(value, str)
+    found = canonical_uuid(value)
+    if found is None:
+        raise ValueError("must be a UUID")
+    return found
+
+
 _FIELDS: dict[type, Callable[[Any], Any]] = {
     ExecutionId: _execution_id,
     PolicyObject: _policy,
+    U64: _u64,
+    Uuid: _uuid,
 }
 
 
@@ -89,14 +159,14 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind, dec_hook=decode_field)
 
 
-def decode(body: bytes, kind: type[T]) -> T:
+def decode(body: bytes, kind: type[T], levels: int = MAX_DEPTH) -> T:
     """The request in a body, or the `Problem` that 10 §2.5 asks for."""
-    return decode_with(_decoder(kind), body)
+    return decode_with(_decoder(kind), body, levels)
 
 
-def decode_with(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+def decode_with(decoder: msgspec.json.Decoder[T], body: bytes, levels: int = MAX_DEPTH) -> T:
     """`decode` with a decoder that the caller has."""
-    _check_text(body)
+    _check_text(body, levels)
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -105,15 +175,31 @@ def decode_with(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
             _syntax.decode(body)
         except (msgspec.DecodeError, RecursionError):
             raise not_json(400) from None
-        raise refusal(error) from None
+        raise refusal(_with_path(error, decoder, body)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise not_json(400) from None
 
 
-def _check_text(body: bytes) -> None:
+def _with_path(
+    error: msgspec.ValidationError, decoder: msgspec.json.Decoder[Any], body: bytes
+) -> msgspec.ValidationError:
+    """The error with the whole path of a number that is out of range, even inside a policy."""
+    if not str(error).startswith("Number out of range"):
+        return error
+    try:
+        # Python reads such a number as infinite, so it fails where its type is known.
+        msgspec.convert(json.loads(body), decoder.type, dec_hook=decode_field)
+    except msgspec.ValidationError as found:
+        return found
+    except (ValueError, RecursionError):
+        pass
+    return error
+
+
+def _check_text(body: bytes, levels: int) -> None:
     """Refuse what decoders read although it is not JSON, or not safe to read."""
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _depth(body) > MAX_DEPTH:
-        raise not_json(400, f"body: more than {MAX_DEPTH} levels of nesting")
+    if body.count(b"[") + body.count(b"{") > levels and _depth(body) > levels:
+        raise not_json(400, f"body: more than {levels} levels of nesting")
     if not body.isascii():
         try:
             body.decode()
@@ -149,7 +235,7 @@ def refusal(error: msgspec.ValidationError, *, in_query: bool = False) -> Proble
     text, where = (matched[1], matched[2] or "") if matched else (str(error), "")
     path = where.removeprefix(".").replace("[...]", "[*]")
     if isinstance(cause := error.__cause__, _PolicyRefused):
-        return _policy_problem(path, cause.error)
+        return _policy_problem(path, cause.error, in_query=in_query)
     if (named := _named(text)) is not None:
         field = f"{path}.{named[2]}" if path else named[2]
         if named[1] == "missing required":
@@ -162,23 +248,29 @@ def refusal(error: msgspec.ValidationError, *, in_query: bool = False) -> Proble
     return invalid(path, problem) if in_query else not_json(422, f"{path or 'body'}: {problem}")
 
 
-def _policy_problem(path: str, error: ValidationError) -> Problem:
+def _policy_problem(path: str, error: ValidationError, *, in_query: bool) -> Problem:
     detail = error.detail
     if error.code != "invalid_policy_json":
         return Problem(error.code, detail)
     if detail == "not_object":
-        return not_json(422, f"{path}: expected object", error.code)
-    detail = f"{path}.{detail.replace(':not_object', ': expected object')}"
-    if error.undecodable:
+        detail = f"{path}: expected object"
+    else:
+        detail = f"{path}.{detail.replace(':not_object', ': expected object')}"
+    if error.undecodable and not in_query:
         return not_json(422, detail, error.code)
     return Problem(error.code, detail)
 
 
-def payload_of(numbers: list[int] | None, encoded: bytes | None, field: str) -> bytes | None:
+Numbers = list[Byte] | msgspec.UnsetType
+"""Bytes as numbers, which may be absent, but not null."""
+
+
+def payload_of(numbers: Numbers | None, encoded: bytes | None, field: str) -> bytes | None:
     """The bytes of a field that was given as numbers or as base64."""
+    given = None if isinstance(numbers, msgspec.UnsetType) else numbers
     if encoded is None:
-        return None if numbers is None else bytes(numbers)
-    if numbers:
+        return None if given is None else bytes(given)
+    if given is not None:
         raise invalid(f"{field}_b64", f"cannot be combined with {field}: send only one of them")
     return encoded
 

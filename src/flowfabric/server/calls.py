@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from flowfabric.core.errors import EngineError, NotFoundError, ValidationError
-from flowfabric.core.ids import ExecutionId, is_uuid, validate_lane, validate_worker_id
+from flowfabric.core.ids import ExecutionId, canonical_uuid, validate_lane, validate_worker_id
 from flowfabric.engine import metrics
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.events.subscription import FeedEvents
@@ -14,17 +14,26 @@ from flowfabric.engine.http.feeds import ServedFeeds
 from flowfabric.observability import Gauges
 from flowfabric.scanners.supervisor import ScannerSupervisor
 from flowfabric.scheduler.grants import WorkerGrants
+from flowfabric.server import bodies
 from flowfabric.server.auth import ApiCaller
 from flowfabric.server.config import ServerConfig
 from flowfabric.server.dispatcher import EventDispatcher
 from flowfabric.server.exchange import Request
 from flowfabric.server.frames import FrameHub
 from flowfabric.server.openapi import rendered
-from flowfabric.server.problems import Problem, bad_path_id, closing, exhausted, invalid
+from flowfabric.server.problems import (
+    Problem,
+    bad_path_id,
+    closing,
+    exhausted,
+    invalid,
+    not_json,
+)
 from flowfabric.server.remote_claims import RemoteDesk
 from flowfabric.server.routing import Route
 
 B = TypeVar("B")
+K = TypeVar("K")
 Q = TypeVar("Q")
 T = TypeVar("T")
 
@@ -112,12 +121,21 @@ class Call(Generic[B, Q]):
         self.values = values
         self.request = request
         self.caller: ApiCaller
-        self.body: B
+        self.body = cast("B", None)
         self.query: Q
 
     @property
     def backend(self) -> Backend:
         return self.services.backend
+
+    def decoded(self, kind: type[K]) -> "Call[K, Q]":
+        """The same request with its raw body as JSON of a type."""
+        if not bodies.is_json(self.request.headers.get(b"content-type")):
+            raise not_json(415)
+        call: Call[K, Q] = Call(self.services, self.route, self.values, self.request)
+        call.caller, call.query = self.caller, self.query
+        call.body = bodies.decode(cast("bytes", self.body), kind)
+        return call
 
     def value(self, name: str) -> str:
         """A parameter of the path, as it was sent."""
@@ -126,26 +144,28 @@ class Call(Generic[B, Q]):
     def execution_id(self, name: str = "id") -> ExecutionId:
         """The execution that the path names; the compact spelling is accepted, too."""
         try:
-            found = ExecutionId.parse(self.value(name))
-            return found.check_partition(self.backend.counts)
+            found = ExecutionId.parse(self.value(name)).check_partition(self.backend.counts)
         except ValidationError as error:
             raise bad_path_id("execution_id", error.detail.partition(": ")[2]) from None
+        return self._same("execution_id", found)
 
     def uuid(self, field: str, name: str = "id") -> str:
         """A UUID that the path names."""
         value = self.value(name)
-        if not is_uuid(value):
+        found = canonical_uuid(value)
+        if found is None:
             raise bad_path_id(field, f"InvalidUuid: {value[:80]!r}")
-        return value
+        return self._same(field, found)
 
     def lane(self, name: str = "lane") -> str:
         """A lane that the path names."""
-        return _checked(validate_lane, self.value(name))
+        return self._same("lane_id", _checked(validate_lane, self.value(name)))
 
     def worker(self, name: str) -> str:
         """A worker or instance that the path names."""
         field = "worker_id" if name == "worker_id" else "worker_instance_id"
-        return _checked(lambda value: validate_worker_id(value, field), self.value(name))
+        found = _checked(lambda value: validate_worker_id(value, field), self.value(name))
+        return self._same(field, found)
 
     def attempt_index(self) -> int:
         """The attempt that the path names."""
@@ -154,11 +174,13 @@ class Call(Generic[B, Q]):
             raise invalid("idx", f"must be a 32-bit whole number, got {text[:40]!r}")
         return int(text)
 
-    def same(self, field: str, of_path: str, of_body: str | None) -> None:
-        """Refuse a body that names another id than its path."""
+    def _same(self, field: str, of_path: T) -> T:
+        """The id of the path, unless the body names another."""
+        of_body = getattr(self.body, field, None)
         if of_body is not None and of_body != of_path:
             text = f"path {field} does not match body {field}"
             raise Problem("invalid_input", text, error=text)
+        return of_path
 
     def check_namespace(self, namespace: str) -> None:
         """Refuse a caller that may not use this namespace."""

@@ -58,7 +58,8 @@ class Cors:
             return None
         found = self.headers(origin)
         if self._origins is None:
-            methods = wanted = "*"
+            # Browsers do not count `authorization` among the headers that `*` allows.
+            methods, wanted = "*", "*, authorization"
         else:
             methods, wanted = "GET, POST, PUT, DELETE", self._headers
         return [

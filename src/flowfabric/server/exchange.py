@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -21,6 +22,9 @@ BODY_TIMEOUT_S = 30.0
 """How long a client may take to send a body."""
 SEND_TIMEOUT_S = 30.0
 """How long a client may leave an event unread before its stream ends."""
+_NO_CONTENT = 204
+_PRINTABLE = "".join(map(chr, range(32, 127)))
+_is_header_value = re.compile(r"[ -~]*").fullmatch
 _is_request_id = re.compile(rb"[!-~]{1,128}").fullmatch
 
 
@@ -92,14 +96,19 @@ class Request:
             pass
 
 
+def _header_value(text: str) -> bytes:
+    """The text as a header can carry it: what is not printable ASCII is percent-encoded."""
+    return text.encode() if _is_header_value(text) else quote(text, safe=_PRINTABLE).encode()
+
+
 async def send_reply(send: Send, reply: Reply, headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Send a complete answer."""
     found: Headers = [
         (b"content-length", b"%d" % len(reply.body)),
         *headers,
-        *((name.encode(), value.encode("latin-1", "replace")) for name, value in reply.headers),
+        *((name.encode(), _header_value(value)) for name, value in reply.headers),
     ]
-    if reply.body:
+    if reply.status != _NO_CONTENT:
         found.append((b"content-type", reply.content_type.encode()))
     await send({"type": "http.response.start", "status": reply.status, "headers": found})
     await send({"type": "http.response.body", "body": reply.body})

@@ -11,7 +11,7 @@ from flowfabric.core.contracts import NamedOutcome
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.version import __version__
-from flowfabric.server.bodies import PolicyObject
+from flowfabric.server.bodies import U64, PolicyObject, Uuid
 from flowfabric.server.routing import Route
 from flowfabric.server.schemas import Content, Listed, Variants
 from flowfabric.server.wire import variant_name
@@ -61,6 +61,10 @@ _REFUSALS = {
 def _schema_of(kind: Any) -> dict[str, Any]:
     if kind is ExecutionId:
         return {"type": "string", "pattern": _ID}
+    if kind is U64:
+        return {"type": "integer", "minimum": 0, "maximum": 2**64 - 1}
+    if kind is Uuid:
+        return {"type": "string", "format": "uuid"}
     if kind is PolicyObject:
         names = ExecutionPolicy.__struct_fields__
         return {"type": "object", "description": f"An execution policy: {', '.join(names)}."}

@@ -18,6 +18,7 @@ CLASS_WORDS = {
 }
 _OTHER_TYPE = 415
 _PHRASES = {400: "Bad Request", _OTHER_TYPE: "Unsupported Media Type", 422: "Unprocessable Entity"}
+_REPEAT_LATER = (429, 503)
 _RETRY_AFTER_MS = 1000
 
 
@@ -59,6 +60,9 @@ class Problem(Exception):
         )
         self.fields = dict(fields or {})
         self.headers = dict(headers or {})
+        if self.status in _REPEAT_LATER:
+            wait_ms: int = self.fields.get("retry_after_ms", _RETRY_AFTER_MS)
+            self.headers.setdefault("Retry-After", str(max(1, math.ceil(wait_ms / 1000))))
 
     def body(self, request_id: str = "") -> dict[str, Any]:
         """The envelope."""
@@ -100,11 +104,9 @@ def problem_of(error: EngineError, subject: str = "") -> Problem:
         return exhausted(*_pool(error))
     if isinstance(error, UnavailableError) and error.code == "unavailable":
         text = f"backend op unavailable: {error.op or error.detail}"
-        headers = _retry_after(_RETRY_AFTER_MS) if error.retryable else {}
-        return Problem("unavailable", error.op or detail, error=text, headers=headers, **options)
+        return Problem("unavailable", error.op or detail, error=text, **options)
     if isinstance(error, LimitError) and error.retry_after_ms is not None:
         options["fields"] = options.get("fields", {}) | {"retry_after_ms": error.retry_after_ms}
-        options["headers"] = _retry_after(error.retry_after_ms)
     return Problem(error.code if error.code in CATALOGUE else "transport", detail, **options)
 
 
@@ -121,7 +123,6 @@ def exhausted(pool: str, ceiling: int, retry_after_ms: int = _RETRY_AFTER_MS) ->
         f"{pool}, max={ceiling}",
         error=text,
         fields={"details": (pool, f"max={ceiling}"), "retry_after_ms": retry_after_ms},
-        headers=_retry_after(retry_after_ms),
     )
 
 
@@ -132,25 +133,15 @@ def too_fast(token_id: str, rate_per_s: float, wait_s: float) -> Problem:
         "resource_exhausted",
         f"token {token_id!r} may send at most {rate_per_s:g} requests per second",
         fields={"retry_after_ms": wait_ms},
-        headers=_retry_after(wait_ms),
     )
 
 
 def closing(op: str) -> Problem:
     """The process is shutting down; another replica can serve the call."""
-    refusal = Problem(
-        "unavailable",
-        op,
-        error=f"backend op unavailable: {op}",
-        retryable=True,
-        headers=_retry_after(_RETRY_AFTER_MS),
-    )
+    text = f"backend op unavailable: {op}"
+    refusal = Problem("unavailable", op, error=text, retryable=True)
     refusal.is_fault = False
     return refusal
-
-
-def _retry_after(ms: int) -> dict[str, str]:
-    return {"Retry-After": str(max(1, math.ceil(ms / 1000)))}
 
 
 def invalid(field: str, problem: str) -> Problem:

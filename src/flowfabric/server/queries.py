@@ -14,7 +14,7 @@ from flowfabric.server.problems import Problem, invalid
 MAX_WAIT_MS = 30_000
 MAX_PAGE = 1000
 Q = TypeVar("Q", bound=msgspec.Struct)
-_digits = re.compile(r"[0-9]{1,20}").fullmatch
+_is_whole = re.compile(r"-?[0-9]{1,20}").fullmatch
 _Reader = Callable[[str, list[str]], Any]
 
 
@@ -79,11 +79,15 @@ def _list(_: str, values: list[str]) -> tuple[str, ...]:
     return tuple(values)
 
 
+def whole(name: str, text: str) -> int:
+    """A whole number, without any other form of writing it."""
+    if _is_whole(text) is None:
+        raise invalid(name, f"must be a whole number, got {text[:40]!r}")
+    return int(text)
+
+
 def _whole(low: int, high: int, name: str, values: list[str]) -> int:
-    value = values[-1]
-    if _digits(value) is None:
-        raise invalid(name, f"must be a whole number, got {value[:40]!r}")
-    number = int(value)
+    number = whole(name, values[-1])
     if not low <= number <= high:
         raise invalid(name, f"must be from {low} to {high}, got {number}")
     return number

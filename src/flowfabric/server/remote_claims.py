@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 LEAST_TTL_MS = 1_000
 MOST_TTL_MS = 86_400_000
+_DEFAULT_TTL_MS = 30_000
 _DRAIN_PAUSE_S = 1.0
 """How long a drained worker waits for its answer at least, if it waits at all."""
 _NOTHING = DeskClaims([])
@@ -61,7 +62,7 @@ class RemoteClaimBody(msgspec.Struct, frozen=True, kw_only=True):
     worker_instance_id: str
     worker_id: str | None = None
     """The pool that the worker belongs to; by default, the instance is a pool of its own."""
-    namespace: str = "default"
+    namespace: str | None = None
     namespaces: list[str] = []
     """The namespaces to serve: by default only its own; `["*"]` means all that the token allows."""
     lanes: tuple[str, ...] = ("default",)
@@ -70,22 +71,34 @@ class RemoteClaimBody(msgspec.Struct, frozen=True, kw_only=True):
     """The tasks that the worker knows."""
     other_tasks: bool | None = None
     """Whether the worker also takes tasks not in `tasks`; by default, only if `tasks` is empty."""
-    max: U32 = 1
-    """How many executions to claim; with 0, the call only shows that the worker is alive and
-    returns what an earlier request with this id claimed."""
-    lease_ttl_ms: U64 = 30_000
+    max: U32 | None = None
+    """How many executions to claim, by default 1; with 0, the call only shows that the worker is
+    alive and returns what an earlier request with this id claimed."""
+    lease_ttl_ms: U64 | None = None
+    """How long a lease lasts without a renewal; 30 s by default."""
     request_id: Uuid | None = None
     """Send it again after a lost response to get the same claims."""
-    starting: bool = False
+    starting: bool | None = None
     """The worker has just started: refuse it if another worker with this instance id is alive."""
-    leaving: bool = False
+    leaving: bool | None = None
     """The worker is stopping: remove it from the list, and claim nothing."""
+
+    @property
+    def most(self) -> int:
+        """How many executions the worker takes."""
+        return 1 if self.max is None else self.max
+
+    @property
+    def home(self) -> str:
+        """The namespace of the worker itself."""
+        return "default" if self.namespace is None else self.namespace
 
     def worker(self, caller: ApiCaller) -> RemoteWorker:
         """The worker, if it may serve what it asks for."""
         validate_worker_id(self.worker_instance_id, "worker_instance_id")
-        check.whole(self.max, "max", 0, BATCH)
-        check.whole(self.lease_ttl_ms, "lease_ttl_ms", LEAST_TTL_MS, MOST_TTL_MS)
+        check.whole(self.most, "max", 0, BATCH)
+        ttl_ms = _DEFAULT_TTL_MS if self.lease_ttl_ms is None else self.lease_ttl_ms
+        check.whole(ttl_ms, "lease_ttl_ms", LEAST_TTL_MS, MOST_TTL_MS)
         if not self.lanes:
             raise invalid("lanes", "must name at least one")
         others = self.other_tasks
@@ -96,15 +109,15 @@ class RemoteClaimBody(msgspec.Struct, frozen=True, kw_only=True):
             capabilities=caps.normalise(self.capabilities, "worker"),
             tasks=tuple(sorted(set(check.texts(self.tasks, "tasks")))),
             takes_other_tasks=not self.tasks if others is None else others,
-            namespace=validate_namespace(self.namespace),
+            namespace=validate_namespace(self.home),
             namespaces=self._served(caller),
-            lease_ttl_ms=self.lease_ttl_ms,
+            lease_ttl_ms=ttl_ms,
         )
 
     def _served(self, caller: ApiCaller) -> tuple[str, ...]:
-        asked = tuple(self.namespaces) or (self.namespace,)
+        asked = tuple(self.namespaces) or (self.home,)
         all_of_them = "*" in asked
-        for namespace in (self.namespace, *(() if all_of_them else validate_namespaces(asked))):
+        for namespace in (self.home, *(() if all_of_them else validate_namespaces(asked))):
             if not caller.sees(namespace):
                 raise Problem("forbidden", f"this token may not use namespace {namespace!r}")
         if all_of_them:
@@ -160,7 +173,7 @@ class RemoteDesk:
         draining = False
         if body.starting:
             await self.fleet.starts(worker, body.request_id)
-        if body.max:
+        if body.most:
             await self.fleet.claims(worker)
         else:
             draining = await self.fleet.beats(worker)
@@ -220,17 +233,18 @@ class RemoteDesk:
                 earlier = await self._repeated(key, requests)
                 if earlier is not None:
                     return earlier
-            if not body.max:
+            if not body.most:
                 return _NOTHING
             given_up = claiming.given_up
-            found = await self.desk.claim(requests, body.max, wait_s, given_up)
+            found = await self.desk.claim(requests, body.most, wait_s, given_up)
             if found.draining and not found.claims and wait_s:
                 await asyncio.wait((given_up,), timeout=min(wait_s, _DRAIN_PAUSE_S))
             if given_up.done():
                 await self.desk.give_back(found.claims)
                 return _NOTHING
             if found.claims and body.request_id is not None:
-                await self._remember(key, found.claims, body.lease_ttl_ms)
+                ttl_ms = next(iter(requests.values())).lease_ttl_ms
+                await self._remember(key, found.claims, ttl_ms)
             return found
         finally:
             del self._under_way[key]

@@ -6,7 +6,6 @@ from urllib.parse import unquote_to_bytes
 
 import msgspec
 
-from flowfabric.server.problems import invalid
 from flowfabric.server.queries import NoQuery
 
 Scope = Literal["read", "submit", "signal", "operate", "admin", "remote"]
@@ -36,6 +35,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """The type of each successful answer by status; None: no JSON body."""
     errors: tuple[int, ...] = ()
     """The statuses of refusals besides those that follow from the rest, such as 404."""
+    cross_origin: bool = True
+    """Whether it answers pages of other origins."""
     counted: bool = True
     """Whether it counts against the limit of concurrent requests."""
     internal: bool = False
@@ -110,6 +111,8 @@ class Match(msgspec.Struct, frozen=True):
 
     methods: Mapping[str, Route]
     values: tuple[str, ...] = ()
+    is_text: bool = True
+    """Whether the path is UTF-8; it is refused otherwise, but not before the caller is known."""
 
     @property
     def allowed(self) -> str:
@@ -144,7 +147,13 @@ class RouteTable:
     def find(self, raw_path: bytes) -> Match | None:
         """The routes of a raw path, if there are any."""
         plain = self._plain.get(raw_path)
-        return plain if plain is not None else self._walk(_segments(raw_path))
+        if plain is not None:
+            return plain
+        segments = _segments(raw_path)
+        found = self._walk(segments)
+        if all(map(_is_text, segments)):
+            return found
+        return msgspec.structs.replace(found or Match({}), is_text=False)
 
     def _walk(self, segments: list[str]) -> Match | None:
         node: dict[str, Any] = self._tree
@@ -168,7 +177,14 @@ def _segments(raw_path: bytes) -> list[str]:
 
 
 def _decoded(part: str) -> str:
+    return unquote_to_bytes(part.encode("latin-1")).decode(errors="surrogateescape")
+
+
+def _is_text(segment: str) -> bool:
+    if segment.isascii():
+        return True
     try:
-        return unquote_to_bytes(part.encode("latin-1")).decode()
-    except UnicodeDecodeError:
-        raise invalid("path", "is not UTF-8") from None
+        segment.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

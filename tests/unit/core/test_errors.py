@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 
 from flowfabric.core import errors
-from flowfabric.core.catalogue import CATALOGUE, FAULT_KINDS, ErrorClass
+from flowfabric.core.catalogue import CATALOGUE, FAULT_KINDS, OURS, ErrorClass
 from flowfabric.core.errors import (
     BudgetExceeded,
     ConfigError,
@@ -34,7 +36,7 @@ from flowfabric.core.errors import (
 )
 from flowfabric.core.ids import IdParseError
 
-# The catalogue as specified: group, HTTP status, class, codes.
+# The catalogue of 02 §16: group, HTTP status, class, codes.
 SPECIFIED = """
 not_found 404 T execution_not_found flow_not_found attempt_not_found budget_not_found
 not_found 404 T reservation_not_found quota_policy_not_found lane_not_found
@@ -77,10 +79,6 @@ state 409 C budget_exceeded
 state 410 T cursor_expired
 limit 429 R rate_limit_exceeded concurrency_limit_exceeded resource_exhausted
 limit 429 R worker_at_capacity client_rate_limited
-limit 429 R signature_limit_exceeded
-validation 400 T waitpoint_limit_exceeded signal_bytes_exceeded
-validation 400 T batch_too_large tag_limit_exceeded
-contention 409 R execution_being_deleted
 bug 500 B attempt_not_in_created_state invariant_violation
 corruption 500 T corruption
 key_store 503 T hmac_secret_not_initialized invalid_secret
@@ -94,8 +92,14 @@ subscriptions 503 I stream_backpressure
 RESERVED = """
 no_eligible_execution stream_not_found waitpoint_pending_use_buffer_script resume_condition_not_met
 duplicate_signal ok_already_applied stream_already_closed execution_not_eligible_for_attempt
-invalid_offset quota_attach_conflict budget_override_not_allowed lane_limit_exceeded
-lane_placement_changed
+invalid_offset quota_attach_conflict budget_override_not_allowed
+"""
+# Codes of our own, which docs/reference/errors.md marks.
+ADDED = """
+validation 400 T waitpoint_limit_exceeded signal_bytes_exceeded
+validation 400 T batch_too_large tag_limit_exceeded lane_limit_exceeded
+contention 409 R execution_being_deleted lane_placement_changed
+limit 429 R signature_limit_exceeded
 """
 CLASS_BY_GROUP = {
     "not_found": "NotFoundError",
@@ -113,9 +117,9 @@ CLASS_BY_GROUP = {
 }
 
 
-def specified() -> dict[str, tuple[str, int, str]]:
+def rows_of(text: str) -> dict[str, tuple[str, int, str]]:
     rows: dict[str, tuple[str, int, str]] = {}
-    for line in SPECIFIED.strip().splitlines():
+    for line in text.strip().splitlines():
         group, status, letter, *codes = line.split()
         for code in codes:
             assert code not in rows
@@ -123,11 +127,18 @@ def specified() -> dict[str, tuple[str, int, str]]:
     return rows
 
 
-def test_the_catalogue_holds_exactly_the_specified_codes() -> None:
-    assert set(CATALOGUE) == set(specified()) | set(RESERVED.split())
+def test_the_catalogue_holds_the_specified_codes_and_ours() -> None:
+    reserved = set(RESERVED.split())
+    assert set(CATALOGUE) - OURS == rows_of(SPECIFIED).keys() | reserved
+    assert rows_of(ADDED).keys() == OURS
 
 
-@pytest.mark.parametrize(("code", "row"), specified().items())
+def test_the_reference_marks_our_own_codes() -> None:
+    page = (Path(__file__).parents[3] / "docs/reference/errors.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \* \|", page, re.MULTILINE)) == OURS
+
+
+@pytest.mark.parametrize(("code", "row"), rows_of(SPECIFIED + ADDED.lstrip()).items())
 def test_class_group_and_status_of_each_code(code: str, row: tuple[str, int, str]) -> None:
     entry = CATALOGUE[code]
     assert (entry.group, entry.http_status, entry.error_class) == row

@@ -26,6 +26,7 @@ _MAX_DETAILS_BYTES = 8192
 _encode_json = msgspec.json.Encoder().encode
 _decode_json = msgspec.json.Decoder().decode
 _is_tag = re.compile(r"\{fp:(0|[1-9][0-9]{0,4})\}").fullmatch
+_is_label = re.compile(r"[ -~]{0,128}").fullmatch
 _is_pair = re.compile(r"[0-9a-f-]{36}/[0-9]{1,20}").fullmatch
 T = TypeVar("T")
 
@@ -75,6 +76,15 @@ def text(value: Any, field: str) -> str:
             value.encode()
         except UnicodeEncodeError:
             raise invalid_input(field, "is not valid Unicode", undecodable=True) from None
+    return value
+
+
+def label(value: Any, field: str) -> str:
+    """The name of an encoding: HTTP sends it in a header."""
+    if not isinstance(value, str):
+        raise _wrong_type(field, "text", value)
+    if _is_label(value) is None:
+        raise invalid_input(field, "must be at most 128 printable ASCII characters")
     return value
 
 
@@ -186,6 +196,11 @@ def count(value: Any, field: str) -> int | str:
 def clamped(value: int) -> int:
     """The nearest number that Lua represents exactly."""
     return max(-MAX_EXACT, min(MAX_EXACT, value))
+
+
+def revision(value: Any, field: str) -> int:
+    """A whole number of 64 bits to compare with; none that large is ever reached."""
+    return clamped(whole(value, field, 0, _U64_MAX))
 
 
 def timestamp(value: Any, field: str, *, low: int = -_I64_MAX) -> int:

@@ -63,7 +63,7 @@ def check_new(item: NewExecution, max_payload_bytes: int) -> None:
     ids.validate_namespace(item.namespace)
     check_size(item.input_payload, "input_payload", max_payload_bytes)
     if item.payload_encoding != "":
-        check.text(item.payload_encoding, "payload_encoding")
+        check.label(item.payload_encoding, "payload_encoding")
     if item.priority is not None:
         check.whole(item.priority, "priority")
     if item.partition_id is not None and item.partition_id != item.execution_id.partition:

@@ -198,7 +198,7 @@ class Signals(Concern, Protocol):
             ids.validate_text(options[field], field, limit=_MAX_FIELD_BYTES)
         ids.validate_text(signal_category, "signal_category", limit=_MAX_FIELD_BYTES)
         if created_at is not None:
-            options["created_at"] = check.whole(created_at, "created_at", 0)
+            options["created_at"] = check.timestamp(created_at, "created_at")
         _limit(options, max_signals_per_execution)
         if signal_id is not None:
             ids.validate_uuid(signal_id, "signal_id")

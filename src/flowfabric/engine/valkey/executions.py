@@ -185,7 +185,7 @@ class ValkeyExecutions(api.Executions):
         if result is None:
             return (execution_id, proof(fence), "lease_holder", "0", b"")
         api.check_size(result, "result_payload", self._calls.max_payload_bytes)
-        label = f"1{check.text(encoding, 'result_encoding')}" if encoding != "" else "1"
+        label = f"1{check.label(encoding, 'result_encoding')}" if encoding != "" else "1"
         return (execution_id, proof(fence), "lease_holder", label, result)
 
     async def complete_many(

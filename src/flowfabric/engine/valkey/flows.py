@@ -282,7 +282,7 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         check.text(ref, "data_passing_ref")
         check.text(kind, "dependency_kind")
         check.text(name, "input_name")
-        expected = "" if revision is None else check.whole(revision, "expected_graph_revision", 0)
+        expected = "" if revision is None else check.revision(revision, "expected_graph_revision")
         return tag, [flow_id, edge, *ends, kind, ref, name, expected]
 
     async def stage_dependency_edge(
@@ -324,7 +324,9 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         ):
             known = member is not None
             args.append(self._calls.checked(member, f"{end}_execution_id") if known else "")
-        args.append(check.one_of(dependency_kind, "dependency_kind", ("", *graphs.KINDS)))
+        if dependency_kind != "":
+            check.one_of(dependency_kind, "dependency_kind", graphs.KINDS)
+        args.append(dependency_kind)
         args.append(check.text(data_passing_ref, "data_passing_ref"))
         reply = await self._calls.fcall(
             "ff_apply_edge", self._tag(flow_id), args, op="apply_dependency_to_child"

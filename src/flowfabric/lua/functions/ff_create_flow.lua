@@ -9,11 +9,12 @@ local function create(c, flow_id, args)
     flow.create(c, flow_id, args[2], args[3])
     return reply.ok('created')
   end
+  -- Compared first, and not shown: the caller may not see that namespace.
+  if f.namespace ~= args[3] then
+    return reply.err('invalid_input', 'namespace: the flow exists in another namespace')
+  end
   if f.flow_kind ~= args[2] then
     return reply.err('invalid_input', 'flow_kind: the flow exists with ' .. f.flow_kind)
-  end
-  if f.namespace ~= args[3] then
-    return reply.err('invalid_input', 'namespace: the flow exists in ' .. f.namespace)
   end
   server.call('ZADD', K.index(c.tag, 'flow_index'), 0, flow_id)
   return reply.already('exists')

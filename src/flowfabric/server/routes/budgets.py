@@ -91,7 +91,13 @@ async def read_budget(call: Call[None, NoQuery]) -> Reply:
         raise Problem("budget_not_found", budget_id, error="not found: budget") from None
 
 
-class BudgetUsageBody(msgspec.Struct, frozen=True, kw_only=True):
+class OfBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """About the budget of the path, whose id the body may repeat."""
+
+    budget_id: Uuid | None = None
+
+
+class BudgetUsageBody(OfBudget, frozen=True, kw_only=True):
     """What was spent, by dimension."""
 
     dimensions: dict[str, U64]
@@ -130,7 +136,7 @@ async def reset_budget(call: Call[None, NoQuery]) -> Reply:
     return answer(variant(await call.backend.budgets.reset_budget(call.uuid("budget_id"))))
 
 
-class UpdateBudget(msgspec.Struct, frozen=True, kw_only=True):
+class UpdateBudget(OfBudget, frozen=True, kw_only=True):
     """What to change in a budget; at least one field."""
 
     hard_limits: dict[str, U64] | None = None
@@ -142,17 +148,19 @@ class UpdateBudget(msgspec.Struct, frozen=True, kw_only=True):
     dedup_ttl_ms: U64 | None = None
 
 
-def _check_any(fields: dict[str, Any]) -> None:
+def _changes(body: msgspec.Struct, identity: str) -> dict[str, Any]:
+    fields = struct(body)
+    del fields[identity]
     if all(value is None for value in fields.values()):
         raise invalid("body", f"must contain at least one of {', '.join(fields)}")
+    return fields
 
 
 @routes.put("/v1/budgets/{id}", scope="operate", answers={200: str}, errors=(404,))
 async def update_budget(call: Call[UpdateBudget, NoQuery]) -> Reply:
     """Change the limits and settings of a budget."""
     call.require_all_namespaces()
-    budget_id, fields = call.uuid("budget_id"), struct(call.body)
-    _check_any(fields)
+    budget_id, fields = call.uuid("budget_id"), _changes(call.body, "budget_id")
     await call.backend.budgets.update_budget_limits(budget_id, budgets.BudgetChange(**fields))
     return answer("Updated")
 
@@ -178,7 +186,7 @@ class CreateQuota(msgspec.Struct, frozen=True, kw_only=True):
     window_seconds: U64
     max_requests_per_window: U64
     max_concurrent: U64
-    jitter_ms: U64 = 0
+    jitter_ms: U64 | None = None
 
 
 @routes.post(
@@ -192,7 +200,9 @@ class CreateQuota(msgspec.Struct, frozen=True, kw_only=True):
 async def create_quota(call: Call[CreateQuota, NoQuery]) -> Reply:
     """Create a quota. An existing quota keeps its limits."""
     call.require_all_namespaces()
-    outcome = await call.backend.quotas.create_quota_policy(**struct(call.body))
+    fields = struct(call.body)
+    fields["jitter_ms"] = call.body.jitter_ms or 0
+    outcome = await call.backend.quotas.create_quota_policy(**fields)
     if isinstance(outcome, quotas.QuotaCreated):
         return answer(variant(outcome), 201)
     return answer(_existing(outcome))
@@ -217,6 +227,7 @@ async def read_quota(call: Call[None, NoQuery]) -> Reply:
 class UpdateQuota(msgspec.Struct, frozen=True, kw_only=True):
     """Which limits to change; at least one."""
 
+    quota_policy_id: Uuid | None = None
     window_seconds: U64 | None = None
     max_requests_per_window: U64 | None = None
     max_concurrent: U64 | None = None
@@ -227,7 +238,7 @@ class UpdateQuota(msgspec.Struct, frozen=True, kw_only=True):
 async def update_quota(call: Call[UpdateQuota, NoQuery]) -> Reply:
     """Change the limits of a quota."""
     call.require_all_namespaces()
-    quota_policy_id, fields = call.uuid("quota_policy_id"), struct(call.body)
-    _check_any(fields)
+    quota_policy_id = call.uuid("quota_policy_id")
+    fields = _changes(call.body, "quota_policy_id")
     await call.backend.quotas.update_quota_policy(quota_policy_id, **fields)
     return answer("Updated")

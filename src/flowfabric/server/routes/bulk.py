@@ -29,7 +29,9 @@ def _items(call: Call[bytes, NoQuery], kind: type[T]) -> list[T | Problem]:
     if lines:
         raw = [line for line in call.body.splitlines() if line.strip()]
     elif bodies.is_json(content_type):
-        raw = [bytes(each) for each in bodies.decode(call.body, list[msgspec.Raw])]
+        # The array itself is a level that a single item does not have.
+        found_items = bodies.decode(call.body, list[msgspec.Raw], bodies.MAX_DEPTH + 1)
+        raw = [bytes(each) for each in found_items]
     else:
         raise not_json(415)
     if len(raw) > _MAX_ITEMS:

@@ -7,11 +7,11 @@ import msgspec
 from flowfabric.core import capabilities as caps
 from flowfabric.core.contracts.leases import Blocked, ClaimGrant, Granted, NotReclaimable
 from flowfabric.core.errors import engine_error
-from flowfabric.core.ids import validate_lane, validate_worker_id
+from flowfabric.core.ids import ExecutionId, validate_lane, validate_worker_id
 from flowfabric.engine.api import check
 from flowfabric.engine.api.claims import GrantOptions
 from flowfabric.scheduler.grants import NoWork
-from flowfabric.server.bodies import U64
+from flowfabric.server.bodies import U64, OfExecution
 from flowfabric.server.calls import Call
 from flowfabric.server.problems import Problem
 from flowfabric.server.queries import NoQuery, WaitQuery
@@ -31,6 +31,7 @@ class ClaimBody(msgspec.Struct, frozen=True, kw_only=True):
     lane_id: str
     worker_instance_id: str
     grant_ttl_ms: U64
+    worker_id: str | None = None
     capabilities: list[str] = []
 
 
@@ -49,7 +50,7 @@ def _check_claim(worker_id: str, instance: str, lane_id: str, ttl_ms: int) -> No
 )
 async def claim_for_worker(call: Call[ClaimBody, WaitQuery]) -> Reply:
     """Reserve one waiting execution for a worker; with `wait_ms`, wait for one."""
-    body, worker_id = call.body, call.value("worker_id")
+    body, worker_id = call.body, call.worker("worker_id")
     _check_claim(worker_id, body.worker_instance_id, body.lane_id, body.grant_ttl_ms)
     offered = caps.normalise(body.capabilities, "worker")
 
@@ -101,6 +102,7 @@ class ReclaimBody(msgspec.Struct, frozen=True, kw_only=True):
     capability_hash: str | None = None
     route_snapshot_json: str | None = None
     admission_summary: str | None = None
+    execution_id: ExecutionId | None = None
     worker_capabilities: list[str] = []
 
 
@@ -133,11 +135,11 @@ async def issue_reclaim_grant(call: Call[ReclaimBody, NoQuery]) -> Reply:
     return answer(fields)
 
 
-class BlockRequest(msgspec.Struct, frozen=True, kw_only=True):
+class BlockRequest(OfExecution, frozen=True, kw_only=True):
     """Why an operator blocks an execution."""
 
-    reason: str = _PAUSED
-    reason_detail: str = ""
+    reason: str | None = None
+    reason_detail: str | None = None
 
 
 @routes.post(
@@ -150,18 +152,18 @@ class BlockRequest(msgspec.Struct, frozen=True, kw_only=True):
 async def block_execution(call: Call[BlockRequest, NoQuery]) -> Reply:
     """Block an execution that waits for a worker."""
     execution_id, body = call.execution_id(), call.body
-    if body.reason != _PAUSED:
+    if body.reason not in (None, _PAUSED):
         raise Problem("invalid_blocking_reason", f"only {_PAUSED} is allowed here")
     await call.visible(execution_id)
     outcome = await call.backend.claims.block_execution_for_admission(
-        execution_id, body.reason, body.reason_detail
+        execution_id, _PAUSED, body.reason_detail or ""
     )
     if isinstance(outcome, Blocked):
         return answer(variant(outcome))
     raise engine_error(outcome.code, [execution_id])
 
 
-class UnblockRequest(msgspec.Struct, frozen=True, kw_only=True):
+class UnblockRequest(OfExecution, frozen=True, kw_only=True):
     """The blocking reason that the execution must have."""
 
     expected_blocking_reason: str | None = None

@@ -171,6 +171,10 @@ async def read_state(call: Call[None, WaitQuery]) -> Reply:
     return answer(state)
 
 
+def _state_header(info: ExecutionInfo) -> tuple[str, str]:
+    return "X-FF-Public-State", info.public_state.value
+
+
 @routes.get(
     "/v1/executions/{id}/result", scope="read", answers={200: BYTES, 202: StateOnly}, errors=(404,)
 )
@@ -185,14 +189,14 @@ async def read_result(call: Call[None, WaitQuery]) -> Reply:
             await wait_terminal(call, execution_id, call.query.wait_ms)
             info, result = await call.backend.reads.read_outcome(execution_id)
             if info.public_state not in TERMINAL:
-                return answer({"public_state": info.public_state}, 202)
+                reply = answer({"public_state": info.public_state}, 202)
+                return msgspec.structs.replace(reply, headers=(_state_header(info),))
     except NotFoundError:
         raise Problem("execution_not_found", execution_id, error=text) from None
-    state = info.public_state.value
     if result is None or info.public_state is not PublicState.COMPLETED:
-        headers = {"X-FF-Public-State": state}
+        headers = dict((_state_header(info),))
         raise Problem("result_not_found", execution_id, error=text, headers=headers)
-    headers = (("X-FF-Public-State", state), ("X-FF-Payload-Encoding", info.result_encoding))
+    headers = (_state_header(info), ("X-FF-Payload-Encoding", info.result_encoding))
     return Reply(200, result, "application/octet-stream", headers)
 
 

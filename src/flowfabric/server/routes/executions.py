@@ -9,12 +9,24 @@ from flowfabric.core.contracts.leases import AlreadySatisfied, Fence, Revoked
 from flowfabric.core.contracts.suspension import Resumed
 from flowfabric.core.errors import NotFoundError
 from flowfabric.core.ids import ExecutionId, new_uuid
+from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api.backend import Backend
 from flowfabric.server import bodies
-from flowfabric.server.bodies import I32, I64, U16, U32, U64, Byte, LaneName, PolicyObject, Uuid
+from flowfabric.server.bodies import (
+    I32,
+    I64,
+    U16,
+    U32,
+    U64,
+    LaneName,
+    Numbers,
+    OfExecution,
+    PolicyObject,
+    Uuid,
+)
 from flowfabric.server.calls import Call
 from flowfabric.server.problems import invalid, not_json, problem_of
-from flowfabric.server.queries import NoQuery, split
+from flowfabric.server.queries import NoQuery, split, whole
 from flowfabric.server.routing import Routes
 from flowfabric.server.schemas import Counted, variants
 from flowfabric.server.wire import Reply, answer, tagged, variant
@@ -28,17 +40,16 @@ class DependsOn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """An edge from an existing member of the flow to the new one."""
 
     upstream: ExecutionId
-    kind: str = "success_only"
+    kind: str | None = None
     input_name: str | None = None
     data_passing_ref: str | None = None
     edge_id: Uuid | None = None
 
-    @property
-    def dependency(self) -> Dependency:
+    def dependency(self, counts: PartitionCounts) -> Dependency:
         """The edge as the engine takes it, which checks the kind."""
         return Dependency(
-            upstream=self.upstream,
-            kind=self.kind,  # pyright: ignore[reportArgumentType]
+            upstream=self.upstream.check_partition(counts),
+            kind=self.kind or "success_only",  # pyright: ignore[reportArgumentType]
             input_name=self.input_name or "",
             data_passing_ref=self.data_passing_ref or "",
             edge_id=self.edge_id or "",
@@ -53,7 +64,7 @@ class CreateExecution(msgspec.Struct, frozen=True, kw_only=True):
     lane_id: LaneName | None = None
     execution_id: ExecutionId | None = None
     partition_id: U16 | None = None
-    input_payload: list[Byte] = []
+    input_payload: Numbers = msgspec.UNSET
     input_payload_b64: bytes | None = None
     payload_encoding: str | None = None
     priority: I32 | None = None
@@ -89,7 +100,7 @@ class CreateExecution(msgspec.Struct, frozen=True, kw_only=True):
             delay_until=self.delay_until,
             execution_deadline_at=self.execution_deadline_at,
             flow_id=self.flow_id,
-            depends_on=tuple(each.dependency for each in self.depends_on),
+            depends_on=tuple(each.dependency(backend.counts) for each in self.depends_on),
             shards=shards,
         )
 
@@ -153,14 +164,14 @@ def _from_query(raw: bytes) -> CreateExecution:
         if name in ("tags", "policy", "depends_on"):
             try:
                 fields[name] = msgspec.json.decode(value)
-            except (msgspec.DecodeError, RecursionError):
+            except (msgspec.MsgspecError, RecursionError):
                 raise invalid(name, "must be JSON") from None
+        elif name in ("partition_id", "priority", "delay_until", "execution_deadline_at"):
+            fields[name] = whole(name, value)
         elif name not in _PAYLOADS:
             fields[name] = value
     try:
-        return msgspec.convert(
-            fields, CreateExecution, strict=False, dec_hook=bodies.decode_field, str_keys=True
-        )
+        return msgspec.convert(fields, CreateExecution, dec_hook=bodies.decode_field)
     except msgspec.ValidationError as error:
         raise bodies.refusal(error, in_query=True) from None
 
@@ -171,9 +182,9 @@ class CancelRequest(msgspec.Struct, frozen=True, kw_only=True):
     execution_id: ExecutionId
     reason: str
     source: str | None = None
-    lease_id: str | None = None
+    lease_id: Uuid | None = None
     lease_epoch: U64 | None = None
-    attempt_id: str | None = None
+    attempt_id: Uuid | None = None
 
     def check_source(self) -> str:
         """The source, unless only the engine itself may use it."""
@@ -197,7 +208,6 @@ class CancelRequest(msgspec.Struct, frozen=True, kw_only=True):
 async def cancel_execution(call: Call[CancelRequest, NoQuery]) -> Reply:
     """Cancel an execution that has not ended."""
     execution_id = call.execution_id()
-    call.same("execution_id", execution_id, call.body.execution_id)
     source = call.body.check_source()
     await call.visible(execution_id)
     outcome = await call.backend.executions.cancel_execution(
@@ -206,11 +216,10 @@ async def cancel_execution(call: Call[CancelRequest, NoQuery]) -> Reply:
     return answer(variant(outcome, "cascade"))
 
 
-class ChangePriority(msgspec.Struct, frozen=True, kw_only=True):
+class ChangePriority(OfExecution, frozen=True, kw_only=True):
     """The new priority of an execution."""
 
     new_priority: I32
-    execution_id: ExecutionId | None = None
 
 
 @routes.put(
@@ -221,24 +230,21 @@ class ChangePriority(msgspec.Struct, frozen=True, kw_only=True):
 )
 async def change_priority(call: Call[ChangePriority, NoQuery]) -> Reply:
     """Change the priority of an execution that is not running yet."""
-    execution_id = call.execution_id()
-    call.same("execution_id", execution_id, call.body.execution_id)
-    await call.visible(execution_id)
+    execution_id = await call.execution()
     executions = call.backend.executions
     return answer(variant(await executions.change_priority(execution_id, call.body.new_priority)))
 
 
-class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayRequest(OfExecution, frozen=True, kw_only=True):
     """How an execution is replayed."""
 
-    execution_id: ExecutionId | None = None
     reason: str | None = None
     requested_by: str | None = None
     expected_replay_count: U32 | None = None
-    strict: bool = False
-    reopen_downstream: bool = False
-    include_completed: bool = False
-    keep_steps: bool = False
+    strict: bool | None = None
+    reopen_downstream: bool | None = None
+    include_completed: bool | None = None
+    keep_steps: bool | None = None
 
 
 @routes.post(
@@ -250,18 +256,16 @@ class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
 )
 async def replay_execution(call: Call[ReplayRequest, NoQuery]) -> Reply:
     """Rerun a finished execution under the same id."""
-    execution_id, body = call.execution_id(), call.body
-    call.same("execution_id", execution_id, body.execution_id)
-    await call.visible(execution_id)
+    execution_id, body = await call.execution(), call.body
     outcome = await call.backend.executions.replay_execution(
         execution_id,
         body.reason or "",
         requested_by=body.requested_by or "",
         expected_replay_count=body.expected_replay_count,
-        keep_steps=body.keep_steps,
-        strict=body.strict,
-        reopen_downstream=body.reopen_downstream,
-        include_completed=body.include_completed,
+        keep_steps=bool(body.keep_steps),
+        strict=bool(body.strict),
+        reopen_downstream=bool(body.reopen_downstream),
+        include_completed=bool(body.include_completed),
     )
     return answer(variant(outcome))
 
@@ -282,11 +286,11 @@ async def revoke_lease(call: Call[None, NoQuery]) -> Reply:
     return answer(variant(outcome))
 
 
-class ResumeRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ResumeRequest(OfExecution, frozen=True, kw_only=True):
     """How an operator resumes a suspended execution."""
 
-    trigger_type: str = "operator"
-    resume_delay_ms: U64 = 0
+    trigger_type: str | None = None
+    resume_delay_ms: U64 | None = None
 
 
 @routes.post(
@@ -300,8 +304,8 @@ async def resume_execution(call: Call[ResumeRequest, NoQuery]) -> Reply:
     """Resume a suspended execution, even if its condition is not met."""
     outcome = await call.backend.suspensions.resume_execution(
         await call.execution(),
-        trigger_type=call.body.trigger_type,
-        resume_delay_ms=call.body.resume_delay_ms,
+        trigger_type="operator" if call.body.trigger_type is None else call.body.trigger_type,
+        resume_delay_ms=call.body.resume_delay_ms or 0,
     )
     return answer(variant(outcome))
 

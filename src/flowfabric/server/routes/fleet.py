@@ -8,7 +8,7 @@ import msgspec
 from flowfabric.engine.api.leases import ExpiredLease
 from flowfabric.engine.api.places import LaneDetail
 from flowfabric.engine.api.workers import Draining, NotRegistered, WorkerEntry, WorkerLease
-from flowfabric.server.bodies import U32, U64
+from flowfabric.server.bodies import U32, U64, OfInstance, OfLane
 from flowfabric.server.calls import Call
 from flowfabric.server.problems import Problem
 from flowfabric.server.queries import AnyLimit, NoQuery, PageQuery
@@ -17,6 +17,7 @@ from flowfabric.server.schemas import Listed, variants
 from flowfabric.server.wire import Reply, answer, encode, struct, tagged, variant, variant_name
 
 routes = Routes()
+_DRAIN_MS = 30_000
 
 
 @routes.get("/v1/lanes", scope="read", answers={200: Listed("lanes", str)})
@@ -34,7 +35,7 @@ async def read_lane(call: Call[None, NoQuery]) -> Reply:
     return answer(struct(await call.backend.lanes.get_lane(call.lane())))
 
 
-class LaneState(msgspec.Struct, frozen=True, kw_only=True):
+class LaneState(OfLane, frozen=True, kw_only=True):
     """The new state of a lane."""
 
     state: str
@@ -50,7 +51,7 @@ async def set_lane_state(call: Call[LaneState, NoQuery]) -> Reply:
     return answer(tagged("set", {"previous": previous}))
 
 
-class LaneConfig(msgspec.Struct, frozen=True, kw_only=True):
+class LaneConfig(OfLane, frozen=True, kw_only=True):
     """Settings of a lane to change; at least one."""
 
     placement: str | None = None
@@ -65,7 +66,9 @@ async def set_lane_config(call: Call[LaneConfig, NoQuery]) -> Reply:
     """Change the settings of a lane."""
     lane = call.lane()
     call.require_all_namespaces()
-    await call.backend.lanes.set_lane_config(lane, **struct(call.body))
+    fields = struct(call.body)
+    del fields["lane_id"]
+    await call.backend.lanes.set_lane_config(lane, **fields)
     return answer("Set")
 
 
@@ -155,10 +158,10 @@ async def _visible_rows(call: Call[Any, Any], rows: list[Any]) -> list[Any]:
     return [row for row in rows if call.caller.sees(await namespace_of(row["execution_id"]))]
 
 
-class DrainRequest(msgspec.Struct, frozen=True, kw_only=True):
+class DrainRequest(OfInstance, frozen=True, kw_only=True):
     """How long a worker may take to finish."""
 
-    timeout_ms: U64 = 30_000
+    timeout_ms: U64 | None = None
 
 
 @routes.post(
@@ -171,17 +174,16 @@ async def drain_worker(call: Call[DrainRequest, NamespaceQuery]) -> Reply:
     """Stop giving work to a worker process. Leases that it holds after the timeout are revoked."""
     instance, namespace = call.worker("instance"), call.query.namespace
     call.check_namespace(namespace)
-    outcome = await call.backend.workers.drain_worker(
-        instance, namespace, timeout_ms=call.body.timeout_ms
-    )
+    timeout_ms = _DRAIN_MS if call.body.timeout_ms is None else call.body.timeout_ms
+    outcome = await call.backend.workers.drain_worker(instance, namespace, timeout_ms=timeout_ms)
     return answer(variant(outcome))
 
 
-class DeadRequest(msgspec.Struct, frozen=True, kw_only=True):
+class DeadRequest(OfInstance, frozen=True, kw_only=True):
     """Why a worker process is removed, and whether its leases are revoked."""
 
-    reason: str = ""
-    revoke_leases: bool = False
+    reason: str | None = None
+    revoke_leases: bool | None = None
 
 
 @routes.post("/v1/workers/{instance}/dead", scope="operate", optional_body=True, answers={200: str})
@@ -190,6 +192,6 @@ async def mark_worker_dead(call: Call[DeadRequest, NamespaceQuery]) -> Reply:
     instance, namespace = call.worker("instance"), call.query.namespace
     call.check_namespace(namespace)
     outcome = await call.backend.workers.mark_worker_dead(
-        instance, namespace, call.body.reason, revoke_leases=call.body.revoke_leases
+        instance, namespace, call.body.reason or "", revoke_leases=bool(call.body.revoke_leases)
     )
     return answer(variant_name(outcome))

@@ -1,6 +1,7 @@
 """Flows: their headers, members and edges, and cancelling them (10 §3.4, §3.7)."""
 
 import asyncio
+import base64
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from flowfabric.core.errors import NotFoundError, TimeoutError_, ValidationError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.flows import FlowFilter
-from flowfabric.server.bodies import U64, Uuid
+from flowfabric.server.bodies import U64, OfFlow, Uuid
 from flowfabric.server.calls import Call
 from flowfabric.server.problems import Problem, problem_of
 from flowfabric.server.queries import NoQuery, PageQuery, Partition, WaitQuery, between
@@ -151,7 +152,6 @@ class AddMember(msgspec.Struct, frozen=True, kw_only=True):
 async def add_member(call: Call[AddMember, NoQuery]) -> Reply:
     """Add an existing execution to a flow."""
     flow_id = call.uuid("flow_id")
-    call.same("flow_id", flow_id, call.body.flow_id)
     await call.visible_flow(flow_id)
     await call.visible(call.body.execution_id)
     try:
@@ -171,18 +171,28 @@ async def add_member(call: Call[AddMember, NoQuery]) -> Reply:
 async def list_members(call: Call[None, PageQuery]) -> Reply:
     """List the members of a flow by id."""
     flow = await _flow(call)
-    ids = sorted(await _member_ids(call, flow.flow_id))
     cursor, size = call.query.cursor, call.query.size
-    if cursor and cursor not in ids:
-        try:
-            ExecutionId.parse(cursor)
-        except ValidationError:
-            raise Problem("invalid_cursor", "is not a cursor of this listing") from None
-    after = [each for each in ids if each > cursor]
-    chosen = after[:size]
+    after = _opened(flow.flow_id, cursor)
+    ids = sorted(each for each in await _member_ids(call, flow.flow_id) if each > after)
+    chosen = ids[:size]
     rows = await asyncio.gather(*(_summary(call, each) for each in chosen))
-    more = chosen[-1] if chosen and len(after) > len(chosen) else None
+    more = _sealed(flow.flow_id, chosen[-1]) if chosen and len(ids) > len(chosen) else None
     return answer({"members": [row for row in rows if row is not None], "next_cursor": more})
+
+
+def _sealed(flow_id: str, last: ExecutionId) -> str:
+    return base64.urlsafe_b64encode(f"{flow_id}|{last}".encode()).decode()
+
+
+def _opened(flow_id: str, cursor: str) -> str:
+    """The last member that was listed; a cursor of another flow is none."""
+    try:
+        of, _, last = base64.urlsafe_b64decode(cursor).decode().partition("|")
+        if not cursor or (of == flow_id and last == ExecutionId.parse(last)):
+            return last
+    except (ValueError, ValidationError):
+        pass
+    raise Problem("invalid_cursor", "is not a cursor of this listing")
 
 
 async def _member_ids(call: Call[Any, Any], flow_id: str) -> list[ExecutionId]:
@@ -266,7 +276,6 @@ class StageEdge(msgspec.Struct, frozen=True, kw_only=True):
 async def stage_edge(call: Call[StageEdge, NoQuery]) -> Reply:
     """Store an edge; it takes effect when it is applied."""
     flow_id, body = call.uuid("flow_id"), call.body
-    call.same("flow_id", flow_id, body.flow_id)
     await call.visible_flow(flow_id)
     outcome = await call.backend.flows.stage_dependency_edge(
         flow_id,
@@ -307,7 +316,6 @@ class ApplyEdge(msgspec.Struct, frozen=True, kw_only=True):
 async def apply_edge(call: Call[ApplyEdge, NoQuery]) -> Reply:
     """Apply a staged edge to its child."""
     flow_id, body = call.uuid("flow_id"), call.body
-    call.same("flow_id", flow_id, body.flow_id)
     await call.visible_flow(flow_id)
     outcome = await call.backend.flows.apply_dependency_to_child(
         flow_id,
@@ -347,7 +355,6 @@ class CancelQuery(msgspec.Struct, frozen=True, kw_only=True):
 async def cancel_flow(call: Call[CancelFlow, CancelQuery]) -> Reply:
     """Cancel a flow and the members that the policy includes."""
     flow_id, body = call.uuid("flow_id"), call.body
-    call.same("flow_id", flow_id, body.flow_id)
     await call.visible_flow(flow_id)
     grace = {} if body.grace_ms is None else {"grace_ms": body.grace_ms}
     try:
@@ -374,10 +381,10 @@ async def release_flow(call: Call[None, NoQuery]) -> Reply:
     return answer(variant(await call.backend.flows.release_flow(await call.flow())))
 
 
-class ReplayFlow(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayFlow(OfFlow, frozen=True, kw_only=True):
     """Which members are replayed."""
 
-    failed_only: bool = True
+    failed_only: bool | None = None
 
 
 @routes.post(
@@ -389,6 +396,6 @@ class ReplayFlow(msgspec.Struct, frozen=True, kw_only=True):
 )
 async def replay_flow(call: Call[ReplayFlow, NoQuery]) -> Reply:
     """Rerun failed members; members that were skipped because of them wait again."""
-    flow_id = await call.flow()
-    outcome = await call.backend.flows.replay_flow(flow_id, failed_only=call.body.failed_only)
+    flow_id, failed_only = await call.flow(), call.body.failed_only is not False
+    outcome = await call.backend.flows.replay_flow(flow_id, failed_only=failed_only)
     return answer(tagged("replayed", struct(outcome) | {"pending": int(outcome.pending)}))

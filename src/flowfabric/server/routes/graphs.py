@@ -6,8 +6,17 @@ import msgspec
 
 from flowfabric.core.contracts import flows
 from flowfabric.core.contracts.flows import AnyOf, GraphEdge, GraphNode, JoinAll, JoinPolicy, Quorum
-from flowfabric.core.ids import new_uuid
-from flowfabric.server.bodies import I32, I64, U32, Byte, LaneName, PolicyObject, Uuid, payload_of
+from flowfabric.core.ids import ExecutionId, new_uuid
+from flowfabric.server.bodies import (
+    I32,
+    I64,
+    U32,
+    LaneName,
+    Numbers,
+    PolicyObject,
+    Uuid,
+    payload_of,
+)
 from flowfabric.server.calls import Call
 from flowfabric.server.problems import invalid
 from flowfabric.server.queries import NoQuery
@@ -28,7 +37,7 @@ class JoinBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kind: str
     k: U32 | None = None
     on_satisfied: str | None = None
-    spare_shared: bool = False
+    spare_shared: bool | None = None
 
     def policy(self, where: str = "") -> JoinPolicy:
         """The policy as the engine takes it."""
@@ -43,8 +52,8 @@ class JoinBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise invalid(f"{prefix}on_satisfied", f"must be one of {', '.join(_ON_SATISFIED)}")
         on_satisfied: Any = self.on_satisfied
         if self.kind == "any_of":
-            return AnyOf(on_satisfied, self.spare_shared)
-        return Quorum(self.k or 1, on_satisfied, self.spare_shared)
+            return AnyOf(on_satisfied, bool(self.spare_shared))
+        return Quorum(self.k or 1, on_satisfied, bool(self.spare_shared))
 
 
 class NodeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,7 +63,7 @@ class NodeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     execution_kind: str
     namespace: str | None = None
     lane_id: LaneName | None = None
-    input_payload: list[Byte] = []
+    input_payload: Numbers = msgspec.UNSET
     input_payload_b64: bytes | None = None
     payload_encoding: str | None = None
     priority: I32 | None = None
@@ -88,7 +97,7 @@ class EdgeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     from_: str = msgspec.field(name="from")
     to: str
-    kind: str = "success_only"
+    kind: str | None = None
     input_name: str | None = None
     data_passing_ref: str | None = None
     edge_id: Uuid | None = None
@@ -99,7 +108,7 @@ class EdgeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return GraphEdge(
             frm=self.from_,
             to=self.to,
-            kind=self.kind,  # pyright: ignore[reportArgumentType]
+            kind=self.kind or "success_only",  # pyright: ignore[reportArgumentType]
             input_name=self.input_name or "",
             data_passing_ref=self.data_passing_ref or "",
             edge_id=self.edge_id or "",
@@ -154,7 +163,7 @@ class SubmitFlow(GraphBody, frozen=True, kw_only=True):
     nodes: list[NodeBody]
     flow_id: Uuid | None = None
     tags: dict[str, str] = {}
-    hold: bool = False
+    hold: bool | None = None
 
 
 @routes.post(
@@ -176,7 +185,7 @@ async def submit_flow(call: Call[SubmitFlow, NoQuery]) -> Reply:
         edges=edges,
         namespace=body.namespace,
         tags=body.tags,
-        hold=body.hold,
+        hold=bool(body.hold),
     )
     outcome = await call.backend.flows.submit_flow(graph)
     return answer(variant(outcome), 201 if isinstance(outcome, flows.Submitted) else 200)
@@ -199,7 +208,6 @@ class ExtendFlow(GraphBody, frozen=True, kw_only=True):
 async def extend_flow(call: Call[ExtendFlow, NoQuery]) -> Reply:
     """Add nodes and edges to a flow; edges may name nodes of earlier calls."""
     flow_id, body = call.uuid("flow_id"), call.body
-    call.same("flow_id", flow_id, body.flow_id)
     if not (body.nodes or body.edges or body.groups):
         raise invalid("nodes", "must not be empty unless there are edges or groups")
     nodes, edges = body.parts(body.nodes, None)
@@ -208,10 +216,17 @@ async def extend_flow(call: Call[ExtendFlow, NoQuery]) -> Reply:
     return answer(variant(outcome), 201 if isinstance(outcome, flows.Extended) else 200)
 
 
+class GroupPolicy(JoinBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """The policy of the join of the path's member; as in every request, more may be sent."""
+
+    flow_id: Uuid | None = None
+    execution_id: ExecutionId | None = None
+
+
 @routes.put(
     "/v1/flows/{id}/groups/{execution_id}", scope="submit", answers={200: str}, errors=(404, 409)
 )
-async def set_group_policy(call: Call[JoinBody, NoQuery]) -> Reply:
+async def set_group_policy(call: Call[GroupPolicy, NoQuery]) -> Reply:
     """Set the policy of a member's join, before its first edge is applied."""
     flow_id, execution_id = call.uuid("flow_id"), call.execution_id("execution_id")
     policy = call.body.policy()

@@ -47,7 +47,6 @@ async def readyz(call: Call[None, NoQuery]) -> Reply:
             error="backend op unavailable: readyz",
             retryable=True,
             fields={"status": "not_ready", "failing": failing},
-            headers={"Retry-After": "1"},
         )
     return _READY
 

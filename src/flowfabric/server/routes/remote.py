@@ -118,14 +118,14 @@ class RenewItem(Attempted, frozen=True, kw_only=True):
 class RenewBody(RawItems, frozen=True, kw_only=True):
     """Leases to extend, and where their worker is registered."""
 
-    namespace: str = "default"
+    namespace: str | None = None
 
 
 class RenewItems(msgspec.Struct, frozen=True, kw_only=True):
     """Leases to extend, and where their worker is registered."""
 
     items: list[RenewItem]
-    namespace: str = "default"
+    namespace: str | None = None
 
 
 @routes.post(
@@ -154,7 +154,7 @@ async def remote_renew(call: Call[RenewBody, NoQuery]) -> Reply:
         else:
             rows[i] = failed(outcome, handle.execution_id)
     draining = False
-    namespace = call.body.namespace
+    namespace = "default" if call.body.namespace is None else call.body.namespace
     if call.caller.sees(namespace):
         for instance in {handle.worker_instance_id for handle in handles}:
             draining |= await call.services.remote.fleet.renews(instance, namespace)
@@ -166,7 +166,7 @@ class CompleteItem(Attempted, frozen=True, kw_only=True):
 
     result: list[Byte] | None = None
     result_b64: bytes | None = None
-    result_encoding: str = ""
+    result_encoding: str | None = None
 
 
 class CompleteBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,7 +204,7 @@ async def remote_complete(call: Call[CompleteBody, NoQuery]) -> Reply:
         try:
             item, handle = await read_item(call, raw, CompleteItem)
             result = payload_of(item.result, item.result_b64, "result")
-            completions.append(Completion(handle, result, item.result_encoding))
+            completions.append(Completion(handle, result, item.result_encoding or ""))
             places.append(i)
         except (Problem, EngineError) as error:
             rows[i] = failed(error)

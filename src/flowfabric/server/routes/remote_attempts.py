@@ -24,6 +24,9 @@ from flowfabric.server.schemas import BulkAnswer
 from flowfabric.server.wire import Reply, encode, struct, tagged, variant
 
 routes = Routes()
+_FRAME_FIELDS = (
+    *("frame_type", "kind", "encoding", "source", "correlation_id", "metadata_json", "ts"),
+)
 _ROWS: dict[int, Any] = {200: BulkAnswer}
 
 
@@ -31,7 +34,7 @@ class FailItem(Attempted, frozen=True, kw_only=True):
     """An attempt that failed; the stored policy decides on a retry."""
 
     reason: str
-    category: str = "transient"
+    category: str | None = None
 
 
 class FailItems(msgspec.Struct, frozen=True):
@@ -45,7 +48,8 @@ async def remote_fail(call: Call[RawItems, NoQuery]) -> Reply:
     """Fail attempts. The result is `RetryScheduled` or `TerminalFailed`."""
 
     async def fail(item: FailItem, handle: Handle) -> Any:
-        outcome = await call.backend.executions.fail(handle, item.reason, item.category)
+        category = "transient" if item.category is None else item.category
+        outcome = await call.backend.executions.fail(handle, item.reason, category)
         return variant(outcome, "cascade")
 
     return await each_item(call, FailItem, fail)
@@ -89,15 +93,15 @@ class WaitpointBinding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """A waitpoint to create, or with `pending` one that was created before."""
 
     waitpoint_id: Uuid
-    waitpoint_key: str = ""
-    pending: bool = False
+    waitpoint_key: str | None = None
+    pending: bool | None = None
 
     @property
     def binding(self) -> FreshWaitpoint | UsePending:
         """As the engine takes it."""
         if self.pending:
             return UsePending(self.waitpoint_id)
-        return FreshWaitpoint(self.waitpoint_id, self.waitpoint_key)
+        return FreshWaitpoint(self.waitpoint_id, self.waitpoint_key or "")
 
 
 class SuspendItem(Attempted, frozen=True, kw_only=True):
@@ -111,7 +115,7 @@ class SuspendItem(Attempted, frozen=True, kw_only=True):
     waitpoints: list[WaitpointBinding] | None = None
     suspension_id: Uuid | None = None
     """A repeat with it gets the same waitpoints and tokens; by default, the same item is one."""
-    reason_code: str = "waiting_for_signal"
+    reason_code: str | None = None
     timeout_at: I64 | None = None
     timeout_ms: U64 | None = None
     timeout_behavior: str | None = None
@@ -160,7 +164,7 @@ async def remote_suspend(call: Call[RawItems, NoQuery]) -> Reply:
             condition=item.until,
             waitpoints=None if given is None else [each.binding for each in given],
             suspension_id=item.identity(handle),
-            reason_code=item.reason_code,
+            reason_code="waiting_for_signal" if item.reason_code is None else item.reason_code,
             timeout_at=await _at(call, item.timeout_at, item.timeout_ms),
             timeout_behavior=item.timeout_behavior,
             resume_policy=ResumePolicy(resume_delay_ms=item.resume_delay_ms),
@@ -191,12 +195,12 @@ class FrameBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     payload_b64: bytes | None = None
     text: str | None = None
     """The payload as text, instead of bytes."""
-    frame_type: str = ""
-    kind: str = "event"
-    encoding: str = "utf8"
-    source: str = "worker"
-    correlation_id: str = ""
-    metadata_json: str = ""
+    frame_type: str | None = None
+    kind: str | None = None
+    encoding: str | None = None
+    source: str | None = None
+    correlation_id: str | None = None
+    metadata_json: str | None = None
     ts: U64 | None = None
 
     @property
@@ -207,16 +211,9 @@ class FrameBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             if payload is not None:
                 raise invalid("text", "cannot be combined with payload: send only one of them")
             payload = self.text.encode()
-        return Frame(
-            payload=payload or b"",
-            frame_type=self.frame_type,
-            kind=self.kind,
-            encoding=self.encoding,
-            source=self.source,
-            correlation_id=self.correlation_id,
-            metadata_json=self.metadata_json,
-            ts=self.ts,
-        )
+        given = {name: getattr(self, name) for name in _FRAME_FIELDS}
+        fields = {name: value for name, value in given.items() if value is not None}
+        return Frame(payload=payload or b"", **fields)
 
 
 class FramesItem(Attempted, frozen=True, kw_only=True):
@@ -226,7 +223,7 @@ class FramesItem(Attempted, frozen=True, kw_only=True):
     seq: U64
     """Number of the last frame, counted by the worker from `seq_base` of the claim. Frames up to a
     number that was received before are not written again."""
-    mode: Literal["durable", "summary", "best_effort"] = "durable"
+    mode: Literal["durable", "summary", "best_effort"] | None = None
     retention_maxlen: U32 | None = None
     ttl_ms: U32 | None = None
     """How long best-effort frames are kept."""
@@ -245,7 +242,7 @@ async def remote_frames(call: Call[RawItems, NoQuery]) -> Reply:
     """Append output to the streams of attempts."""
 
     async def append(item: FramesItem, handle: Handle) -> Any:
-        options: AppendOptions = {"mode": item.mode, "seq": item.seq}
+        options: AppendOptions = {"mode": item.mode or "durable", "seq": item.seq}
         if item.retention_maxlen is not None:
             options["retention_maxlen"] = item.retention_maxlen
         if item.ttl_ms is not None:
@@ -290,8 +287,8 @@ class UsageItem(Attempted, frozen=True, kw_only=True):
     dimensions: dict[str, U64]
     dedup_key: Annotated[str, msgspec.Meta(min_length=1)]
     """Names this usage within the budget. A repeat with the same key is not counted again."""
-    namespace: str = "default"
-    """Where the budget's name belongs."""
+    namespace: str | None = None
+    """Where the budget's name belongs; `default` if it is not given."""
 
 
 class UsageItems(msgspec.Struct, frozen=True):
@@ -309,12 +306,13 @@ async def remote_usage(call: Call[RawItems, NoQuery]) -> Reply:
     """
 
     async def report(item: UsageItem, handle: Handle) -> Any:
-        call.check_namespace(item.namespace)
+        namespace = "default" if item.namespace is None else item.namespace
+        call.check_namespace(namespace)
         outcome = await call.backend.budgets.report_usage(
             handle,
-            budget_id(item.budget, item.namespace),
+            budget_id(item.budget, namespace),
             item.dimensions,
-            dedup_key=item.dedup_key,
+            dedup_key=item.dedup_key or "",
         )
         return variant(outcome, "reserved")
 

@@ -8,10 +8,9 @@ import msgspec
 from flowfabric.core.contracts import suspension as contracts
 from flowfabric.core.errors import EngineError, NotFoundError
 from flowfabric.core.ids import ExecutionId, new_uuid
-from flowfabric.server import bodies
-from flowfabric.server.bodies import U64, Byte, LaneName, Uuid, payload_of
+from flowfabric.server.bodies import I64, U64, Byte, LaneName, OfWaitpoint, Uuid, payload_of
 from flowfabric.server.calls import Call
-from flowfabric.server.problems import Problem, not_json
+from flowfabric.server.problems import Problem
 from flowfabric.server.queries import AnyLimit, NoQuery, PageQuery, Partition
 from flowfabric.server.routing import Routes
 from flowfabric.server.schemas import Listed, TokenOnly, variants
@@ -98,7 +97,7 @@ class SignalRequest(msgspec.Struct, frozen=True, kw_only=True):
     payload_encoding: str | None = None
     correlation_id: str | None = None
     idempotency_key: str | None = None
-    created_at: U64 | None = None
+    created_at: I64 | None = None
     dedup_ttl_ms: U64 | None = None
     resume_delay_ms: U64 | None = None
     max_signals_per_execution: U64 | None = None
@@ -122,7 +121,6 @@ class SignalRequest(msgspec.Struct, frozen=True, kw_only=True):
 async def deliver_signal(call: Call[SignalRequest, NoQuery]) -> Reply:
     """Deliver a signal to a waitpoint."""
     execution_id, body = call.execution_id(), call.body
-    call.same("execution_id", execution_id, body.execution_id)
     payload = payload_of(body.payload, body.payload_b64, "payload")
     await call.visible(execution_id)
     options: dict[str, Any] = body.trusted_options if call.caller.may("operate") else {}
@@ -146,13 +144,13 @@ async def deliver_signal(call: Call[SignalRequest, NoQuery]) -> Reply:
     return answer(variant(outcome))
 
 
-class ApproveRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ApproveRequest(OfWaitpoint, frozen=True, kw_only=True):
     """An operator's decision, which needs no token."""
 
     signal_name: str
     idempotency_suffix: str | None = None
     lane_id: LaneName | None = None
-    signal_dedup_ttl_ms: U64 = _DAY_MS
+    signal_dedup_ttl_ms: U64 | None = None
     decided_by: str | None = None
     payload: list[Byte] | None = None
     payload_b64: bytes | None = None
@@ -162,7 +160,6 @@ class ApproveRequest(msgspec.Struct, frozen=True, kw_only=True):
 @routes.post(
     "/v1/executions/{id}/waitpoints/{waitpoint_id}/approve",
     scope="operate",
-    limit="medium",
     answers={200: _SIGNAL},
     errors=(404, 409),
 )
@@ -171,6 +168,7 @@ async def approve(call: Call[ApproveRequest, NoQuery]) -> Reply:
     execution_id, body = call.execution_id(), call.body
     waitpoint_id = call.uuid("waitpoint_id", "waitpoint_id")
     payload = payload_of(body.payload, body.payload_b64, "payload")
+    ttl_ms = body.signal_dedup_ttl_ms
     await call.visible(execution_id)
     try:
         outcome = await call.backend.signals.deliver_approval_signal(
@@ -182,7 +180,7 @@ async def approve(call: Call[ApproveRequest, NoQuery]) -> Reply:
             payload=payload,
             payload_encoding=body.payload_encoding,
             lane_id=body.lane_id or "",
-            signal_dedup_ttl_ms=body.signal_dedup_ttl_ms,
+            signal_dedup_ttl_ms=_DAY_MS if ttl_ms is None else ttl_ms,
         )
     except NotFoundError as error:
         # Nobody creates it later: unlike a signal, an approval names what it has seen.
@@ -191,10 +189,10 @@ async def approve(call: Call[ApproveRequest, NoQuery]) -> Reply:
     return answer(variant(outcome))
 
 
-class CloseRequest(msgspec.Struct, frozen=True, kw_only=True):
+class CloseRequest(OfWaitpoint, frozen=True, kw_only=True):
     """Why a waitpoint is closed."""
 
-    reason: str = "proactive_close"
+    reason: str | None = None
 
 
 @routes.post(
@@ -209,24 +207,25 @@ async def close_waitpoint(call: Call[CloseRequest, NoQuery]) -> Reply:
     execution_id = call.execution_id()
     waitpoint_id = call.uuid("waitpoint_id", "waitpoint_id")
     await call.visible(execution_id)
-    await call.backend.waitpoints.close_waitpoint(execution_id, waitpoint_id, call.body.reason)
+    reason = "proactive_close" if call.body.reason is None else call.body.reason
+    await call.backend.waitpoints.close_waitpoint(execution_id, waitpoint_id, reason)
     return answer("Closed")
 
 
-class CallbackRequest(msgspec.Struct, frozen=True, kw_only=True):
+class CallbackRequest(OfWaitpoint, frozen=True, kw_only=True):
     """A signal from someone who holds only the waitpoint's token."""
 
     signal_name: str
     signal_id: Uuid | None = None
-    signal_category: str = "callback"
-    source_type: str = "callback"
-    source_identity: str = ""
+    signal_category: str | None = None
+    source_type: str | None = None
+    source_identity: str | None = None
     payload: list[Byte] | None = None
     payload_b64: bytes | None = None
     payload_encoding: str | None = None
     correlation_id: str | None = None
     idempotency_key: str | None = None
-    created_at: U64 | None = None
+    created_at: I64 | None = None
 
 
 @routes.post(
@@ -242,11 +241,10 @@ async def callback(call: Call[bytes, NoQuery]) -> Reply:
     token = call.request.header(b"x-ff-waitpoint-token")
     if not token:
         return _unauthorized("missing_token")
-    if not bodies.is_json(call.request.headers.get(b"content-type")):
-        raise not_json(415)
-    body = bodies.decode(call.body, CallbackRequest)
-    execution_id = call.execution_id()
-    waitpoint_id = call.uuid("waitpoint_id", "waitpoint_id")
+    sent = call.decoded(CallbackRequest)
+    body, execution_id = sent.body, sent.execution_id()
+    waitpoint_id = sent.uuid("waitpoint_id", "waitpoint_id")
+    category, source_type = body.signal_category, body.source_type
     try:
         outcome = await call.backend.signals.deliver_signal(
             execution_id,
@@ -255,9 +253,9 @@ async def callback(call: Call[bytes, NoQuery]) -> Reply:
             body.signal_name,
             payload=payload_of(body.payload, body.payload_b64, "payload"),
             payload_encoding=body.payload_encoding,
-            signal_category=body.signal_category,
-            source_type=body.source_type,
-            source_identity=body.source_identity,
+            signal_category="callback" if category is None else category,
+            source_type="callback" if source_type is None else source_type,
+            source_identity=body.source_identity or "",
             correlation_id=body.correlation_id or "",
             idempotency_key=body.idempotency_key or call.request.header(b"idempotency-key") or "",
             signal_id=body.signal_id or new_uuid(),
