@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
 from flowfabric.cli.main import main
-from tests.server.conftest import running
+from tests.server.conftest import SECRET, running
 from tests.support.command import Cli
 
 LEAST = {"namespace": "default", "execution_kind": "resize"}
@@ -112,11 +113,31 @@ async def test_settings_come_from_flags_then_the_environment_then_the_file(
     assert "s3cret" not in done.out
 
 
-async def test_config_shows_an_address_without_its_password(cli: Cli) -> None:
-    done = await cli("config", FF_URL="valkey://app:s3cret@valkey.example:6379/2")
-    assert done.code == 0, done.err
-    assert "valkey://app:<redacted>@valkey.example:6379/2" in done.out
-    assert "s3cret" not in done.out
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("valkey://app:s3cret@h.example:6379/2", "valkey://app:<redacted>@h.example:6379/2"),
+        ("valkey://app:s3:cret@h.example", "valkey://app:<redacted>@h.example"),
+        ("valkey://app:s3@cret@h.example/0", "valkey://app:<redacted>@h.example/0"),
+        ("valkey://a@pp:s3cret@h.example", "valkey://a@pp:<redacted>@h.example"),
+        ("valkeys://:s3:@cret@h.example", "valkeys://:<redacted>@h.example"),
+        ("valkey+cluster://app:s3cret@a:1,b:2", "valkey+cluster://app:<redacted>@a:1,b:2"),
+        ("unix://app:s3cret@/run/valkey.sock", "unix://app:<redacted>@/run/valkey.sock"),
+        ("valkey://[::1]:6379/0", "valkey://[::1]:6379/0"),
+    ],
+)
+def test_config_shows_an_address_without_its_password(
+    given: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FF_URL", given)
+    monkeypatch.setenv("FF_WAITPOINT_HMAC_SECRET", SECRET)
+    with pytest.raises(SystemExit) as done:
+        main(["config", "--json"])
+    out = capsys.readouterr().out
+    assert done.value.code == 0
+    found = {each["name"]: each["value"] for each in map(json.loads, out.splitlines())}
+    assert found["FF_URL"] == shown
+    assert not {"s3", "cret"} & set(re.split(r"\W", out))
 
 
 FAKE_SENTRY = """

@@ -82,7 +82,8 @@ _SETTINGS: tuple[tuple[str, str, bool], ...] = (
     *((f"FF_{name.upper()}_INTERVAL_MS", "", False) for name in INTERVALS_S),
 )
 _REDACTED = "<redacted>"
-_password = re.compile(r"(://[^/@]*:)[^/@]*(@)")
+# As it is parsed: from the first colon to the last @ before the path.
+_password = re.compile(r"(://[^:/]*:)[^/]*(@)")
 NAMES = tuple(name for name, _, _ in _SETTINGS)
 
 
