@@ -248,5 +248,8 @@ async def test_a_client_that_does_not_read_its_events_is_given_up(
         if message["type"] == "http.response.body":
             await asyncio.Event().wait()
 
-    await send_events(send, EventStream(events(), lambda: released.append("permit")), [])
+    async def release() -> None:
+        released.append("permit")
+
+    await send_events(send, EventStream(events(), release), [])
     assert (ended, released) == (["events"], ["permit"])
