@@ -85,9 +85,7 @@ class ServerApp:
         if headers is not None:
             await send_reply(send, Reply(200), headers)
             return
-        template = _UNKNOWN
-        headers = self._cors.headers(request.headers.get(b"origin"))
-        headers.append((b"x-request-id", request.request_id.encode()))
+        template, route = _UNKNOWN, None
         try:
             match = self.table.find(request.path)
             route = None if match is None else match.methods.get(request.method)
@@ -98,6 +96,9 @@ class ServerApp:
             return
         except Exception as error:  # noqa: BLE001 - every failure becomes an answer
             answer = self._failure(error, request, template)
+        shared = route is None or route.cors
+        headers = self._cors.headers(request.headers.get(b"origin")) if shared else []
+        headers.append((b"x-request-id", request.request_id.encode()))
         if isinstance(answer, EventStream):
             status = 200
             await send_events(send, answer, headers, only_head=scope["method"] == "HEAD")

@@ -19,6 +19,8 @@ CLASS_WORDS = {
 _OTHER_TYPE = 415
 _PHRASES = {400: "Bad Request", _OTHER_TYPE: "Unsupported Media Type", 422: "Unprocessable Entity"}
 _RETRY_AFTER_MS = 1000
+_LATER = (429, 503)
+"""The statuses that say when to try again."""
 
 
 class Problem(Exception):
@@ -57,6 +59,8 @@ class Problem(Exception):
         )
         self.fields = dict(fields or {})
         self.headers = dict(headers or {})
+        if self.status in _LATER:
+            self.headers.setdefault("Retry-After", "1")
 
     def body(self, request_id: str = "") -> dict[str, Any]:
         """The envelope."""
@@ -98,8 +102,7 @@ def problem_of(error: EngineError, subject: str = "") -> Problem:
         return exhausted(*_pool(error))
     if isinstance(error, UnavailableError) and error.code == "unavailable":
         text = f"backend op unavailable: {error.op or error.detail}"
-        headers = _retry_after(_RETRY_AFTER_MS) if error.retryable else {}
-        return Problem("unavailable", error.op or detail, error=text, headers=headers, **options)
+        return Problem("unavailable", error.op or detail, error=text, **options)
     if isinstance(error, LimitError) and error.retry_after_ms is not None:
         options["fields"] = options.get("fields", {}) | {"retry_after_ms": error.retry_after_ms}
         options["headers"] = _retry_after(error.retry_after_ms)
@@ -136,13 +139,8 @@ def too_fast(token_id: str, rate_per_s: float, wait_s: float) -> Problem:
 
 def closing(op: str) -> Problem:
     """The process is shutting down; another replica can serve the call."""
-    refusal = Problem(
-        "unavailable",
-        op,
-        error=f"backend op unavailable: {op}",
-        retryable=True,
-        headers=_retry_after(_RETRY_AFTER_MS),
-    )
+    text = f"backend op unavailable: {op}"
+    refusal = Problem("unavailable", op, error=text, retryable=True)
     refusal.is_fault = False
     return refusal
 

@@ -38,6 +38,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """The statuses of refusals besides those that follow from the rest, such as 404."""
     counted: bool = True
     """Whether it counts against the limit of concurrent requests."""
+    cors: bool = True
+    """Whether pages of other origins may read its answers."""
     internal: bool = False
     """Whether it is for our own clients only, and left out of OpenAPI."""
 

@@ -15,7 +15,7 @@ _METHODS = frozenset(
 )
 
 
-@routes.get(PATH, scope=None, counted=False, answers={200: Content("text/plain")})
+@routes.get(PATH, scope=None, counted=False, cors=False, answers={200: Content("text/plain")})
 async def metrics(call: Call[None, NoQuery]) -> Reply:
     """Render the metrics of this process and of the deployment."""
     gauges = call.services.gauges
