@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from flowfabric.cli.main import main
+from flowfabric.server.config import ServerConfig, effective, layered
 from tests.server.conftest import SECRET, running
 from tests.support.command import Cli
 
@@ -49,6 +50,18 @@ async def test_an_external_valkey_needs_the_secret(cli: Cli) -> None:
         ({"FF_BACKEND": "oracle"}, "invalid value for FF_BACKEND"),
         ({"FF_TRACING": "maybe"}, "invalid value for FF_TRACING"),
         ({"FF_LOG_LEVEL": "loud"}, "invalid value for FF_LOG_LEVEL"),
+        ({"FF_EVENTS_MAXLEN": "x"}, "invalid value for FF_EVENTS_MAXLEN"),
+        ({"FF_CASCADE_INLINE_EDGES": "0"}, "invalid value for FF_CASCADE_INLINE_EDGES"),
+        ({"FF_DEV_MODE": "ture"}, "invalid value for FF_DEV_MODE: write 1 or 0"),
+        ({"FF_FORCE_LUA_RELOAD": "ture"}, "invalid value for FF_FORCE_LUA_RELOAD: write 1 or 0"),
+        ({"FF_TLS_CA": "/nope"}, "invalid value for FF_TLS_CA: cannot read /nope: No such file"),
+        ({"FF_HOST": "h"}, "FF_WAITPOINT_HMAC_SECRET is not set: a server on an external Valkey"),
+        ({"FF_URL": "valkey://h"}, "FF_WAITPOINT_HMAC_SECRET is not set"),
+        ({"FF_URL": "http://h"}, "FF_URL: this is the address of a FlowFabric server"),
+        (
+            {"FF_URL": "valkeys://h", "FF_WAITPOINT_HMAC_SECRET": SECRET, "FF_TLS_CA": __file__},
+            "see FF_TLS_CA",
+        ),
         ({"FF_SENTRY_DSN": "nope"}, "invalid value for FF_SENTRY_DSN: must have the form"),
         ({"FF_SENTRY_DSN": "https://k@h/1"}, "Install it with `pip install sentry-sdk`"),
     ],
@@ -110,6 +123,9 @@ async def test_settings_come_from_flags_then_the_environment_then_the_file(
     assert found["FF_TRACING"] == ("0", "default")
     assert found["FF_SENTRY_ENVIRONMENT"] == ("production", "default")
     assert found["FF_PORT"] == ("6379", "default")
+    assert found["FF_CONFIG_FILE"] == (str(file), "flag")
+    assert found["FF_POSTGRES_POOL_SIZE"] == ("10", "default")
+    assert found["FF_SQLITE_PATH"] == (":memory:", "default")
     assert "s3cret" not in done.out
 
 
@@ -138,6 +154,23 @@ def test_config_shows_an_address_without_its_password(
     found = {each["name"]: each["value"] for each in map(json.loads, out.splitlines())}
     assert found["FF_URL"] == shown
     assert not {"s3", "cret"} & set(re.split(r"\W", out))
+
+
+def test_the_later_layer_wins_over_the_other_unit_of_an_interval() -> None:
+    stem = "FF_LEASE_EXPIRY_INTERVAL"
+    in_s, in_ms = {f"{stem}_S": "2"}, {f"{stem}_MS": "500"}
+    assert layered(in_ms, in_s, {}) == {f"{stem}_MS": ("500", "environment")}
+    assert layered(in_ms, {}, in_s) == {f"{stem}_S": ("2", "flag")}
+    shown = {each.name: each.value for each in effective(layered({}, {}, in_s), ServerConfig())}
+    assert (shown[f"{stem}_S"], shown[f"{stem}_MS"]) == ("2", "")
+    assert shown["FF_DELAYED_PROMOTER_INTERVAL_MS"] == "750"
+    assert layered(in_ms | in_s, {}, {}).keys() == {f"{stem}_S", f"{stem}_MS"}
+
+
+def test_secrets_of_stores_to_come_are_redacted() -> None:
+    given = layered({"FF_POSTGRES_URL": "postgres://u:s3cret@h/db"}, {}, {})
+    shown = {each.name: each.value for each in effective(given, ServerConfig())}
+    assert shown["FF_POSTGRES_URL"] == "<redacted>"
 
 
 FAKE_SENTRY = """
