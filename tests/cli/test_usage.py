@@ -251,6 +251,10 @@ async def test_a_typing_mistake_as_json(bare: Cli) -> None:
             (),
             "config: invalid value for FF_PORT: must be 1 to 65535, not 'z'",
         ),
+        *(
+            ({"FF_HOST": "x", name: "ture"}, (), f"config: invalid value for {name}: write 1 or 0")
+            for name in ("FF_TLS", "FF_CLUSTER")
+        ),
     ],
 )
 async def test_a_bad_address(
@@ -262,7 +266,7 @@ async def test_a_bad_address(
     assert "Traceback" not in done.err
 
 
-@pytest.mark.parametrize("variable", ["FF_TLS", "FF_CLUSTER", "FF_DEV_MODE", "FF_FORCE_LUA_RELOAD"])
+@pytest.mark.parametrize("variable", ["FF_DEV_MODE", "FF_FORCE_LUA_RELOAD"])
 async def test_a_mistyped_switch_is_refused(cli: Cli, variable: str) -> None:
     done = await cli("ps", **{variable: "ture"})
     assert (done.code, done.out) == (1, "")

@@ -79,6 +79,30 @@ async def test_it_serves_every_lane_of_its_tasks(shop: Cli, client: Client) -> N
     assert done.lines[-1].startswith("Stopped after ")
 
 
+async def test_settings_come_from_a_file_and_flags(
+    shop: Cli, client: Client, valkey: TestServer
+) -> None:
+    file = shop.folder / "ff.toml"
+    file.write_text(f'FF_URL = "{valkey.url}"\nFF_LOG_FORMAT = "json"\nFF_LOG_LEVEL = "error"\n')
+    other = Cli(shop.folder)
+    for given, variables in (
+        (("--config", "ff.toml"), {}),
+        ((), {"FF_CONFIG_FILE": "ff.toml"}),
+    ):
+        options = ("worker", "shop:app", *given, "--set", "FF_LOG_LEVEL=info")
+        async with other.start(*options, **variables) as running:
+            greeted = await client.submit("greet", b'["Ada"]')
+            assert await client.result(greeted.execution_id, 20) == b'"Hello, Ada!"'
+            running.send(signal.SIGTERM)
+            done = await running.end()
+        assert done.code == 0
+        assert all(json.loads(line) for line in done.lines)
+        assert done.lines
+    refused = await other("worker", "shop:app", "--set", "FF_LANE=a")
+    assert refused.code == 1
+    assert "did you mean FF_LANES?" in refused.err
+
+
 async def test_sigterm_lets_a_running_handler_finish(shop: Cli, client: Client) -> None:
     async with busy_worker(shop, client, "until_stopped", "--no-scanners") as (
         running,

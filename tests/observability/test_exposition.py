@@ -146,11 +146,13 @@ def test_every_query_of_the_dashboard_names_an_existing_metric() -> None:
             metric = METRICS.get(name) or METRICS[re.sub(r"_(bucket|sum|count)$", "", name)]
             used = re.findall(r"by \(([^)]*)\)", query)
             labels = {label.strip() for group in used for label in group.split(",")} - {"le"}
+            labels -= set(re.findall(r'label_replace\(.*?, "(\w+)"', query))
             assert labels <= set(metric.labels), query
 
 
 def test_the_dashboard_shows_what_operators_need() -> None:
     queries = " ".join(expressions(json.loads(observability.dashboard())))
+    assert '"class", "${1}xx", "status"' in queries
     for name in (
         *("ff_claim_from_grant_duration_seconds_bucket", "ff_claim_outcome_total"),
         *("ff_lease_renewal_total", "ff_worker_at_capacity_total", "ff_quota_hit_total"),

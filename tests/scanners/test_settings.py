@@ -42,8 +42,11 @@ def test_every_variable() -> None:
     settings = ScannerSettings.from_env(
         {
             "FF_LEASE_EXPIRY_INTERVAL_MS": "250",
-            "FF_RETENTION_TRIMMER_INTERVAL_S": "7.5",
+            "FF_RETENTION_TRIMMER_INTERVAL_S": "7",
             "FF_DELAYED_PROMOTER_INTERVAL_MS": "1",
+            "FF_UNBLOCK_INTERVAL_S": "0",
+            "FF_DOORBELL_INTERVAL_S": "",
+            "FF_DOORBELL_INTERVAL_MS": "300",
             "FF_SCANNERS_DISABLED": " index_reconciler, doorbell ",
             "FF_SCANNER_NAMESPACE": "acme",
             "FF_SCANNER_INSTANCE_TAG": "cell=eu=1",
@@ -51,8 +54,10 @@ def test_every_variable() -> None:
         }
     )
     assert settings.interval("lease_expiry") == 0.25
-    assert settings.interval("retention_trimmer") == 7.5
+    assert settings.interval("retention_trimmer") == 7
     assert settings.interval("delayed_promoter") == 0.1, "the least that is effective"
+    assert settings.interval("unblock") == 0.1
+    assert settings.interval("doorbell") == 0.3
     assert settings.disabled == {"index_reconciler", "doorbell"}
     assert settings.filter.namespace == "acme"
     assert settings.filter.instance_tag == ("cell", "eu=1")
@@ -63,9 +68,9 @@ def test_every_variable() -> None:
     ("variable", "value"),
     [
         ("FF_LEASE_EXPIRY_INTERVAL_S", "soon"),
-        ("FF_LEASE_EXPIRY_INTERVAL_S", "0"),
+        ("FF_LEASE_EXPIRY_INTERVAL_S", "1.5"),
+        ("FF_LEASE_EXPIRY_INTERVAL_S", str(2**64)),
         ("FF_LEASE_EXPIRY_INTERVAL_MS", "-1"),
-        ("FF_INDEX_RECONCILER_INTERVAL_S", ""),
         ("FF_SCANNERS_DISABLED", "lease_expiry,nonsense"),
         ("FF_SCANNER_NAMESPACE", "no spaces"),
         ("FF_SCANNER_INSTANCE_TAG", "cell"),

@@ -457,7 +457,7 @@ DEPLOYMENT: dict[str, list[Row]] = {
         Row("400 invalid_input", "quota", {}),
         Row("404 quota_policy_not_found", body={"jitter_ms": 5}),
     ],
-    "GET /v1/lanes": [Row("200 lanes")],
+    "GET /v1/lanes": [Row("200 lanes"), Row("400 invalid_cursor", query="cursor=%00")],
     f"GET {L}": known("counts", subject="lane_of_its_own", code="lane"),
     f"PUT {L}/state": [
         Row("200 Set", body={"state": "paused"}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -158,6 +159,51 @@ async def test_bodies_that_are_not_json(http: Http, body: bytes) -> None:
     assert answer.json["kind"] == "invalid_input"
 
 
+OPEN = "/v1/callbacks/executions/{fp:7}:11111111-2222-4333-8444-555555555555/waitpoints/w"
+MOST = 262_144
+"""The longest body of a callback."""
+HOSTILE = {
+    "an unterminated string of escaped quotes": b"[" * 200 + b'"' + b'\\"' * MOST,
+    "escaped line breaks": b"[" * 200 + (b'"' + b'\\"' * 9 + b"\\\n") * MOST,
+    "strings of one quote and a backslash": b"[" * 200 + b'"\\' * MOST,
+    "brackets that open": b"[" * MOST,
+    "brackets that close at once": b"[]" * MOST,
+    "strings full of brackets": b"[" + b'"[[[[",' * MOST,
+    "empty strings and a surrogate": b'["\\ud83d",' + b'"",' * MOST,
+    "escapes and a surrogate": b'["\\ud83d' + b"\\\\u" * MOST,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_a_body_costs_no_more_than_its_length(http: Http, name: str) -> None:
+    body = HOSTILE[name][:MOST]
+    headers = {"content_type": "application/json", "x_ff_waitpoint_token": "x"}
+    began = time.thread_time()
+    refused, alive = await asyncio.gather(http.post(OPEN, body, **headers), http.get("/livez"))
+    # Milliseconds; minutes if each quote made the server read the rest again.
+    assert time.thread_time() - began < 1
+    assert (refused.kind, alive.status) == ((400, "invalid_input"), 200)
+
+
+@pytest.mark.parametrize(
+    ("depth", "inside", "status"),
+    [
+        (127, '"' + "[{" * 300 + '\\"[\\\\"', 422),
+        (127, "{}", 422),
+        (127, '{"a":[]}', 400),
+        (128, '"]]]]]]\\\\", []', 400),
+        (127, r'"\ud83d\ude00\\ud83d"', 422),
+        (127, r'"\ud83d\ude00\\\ud83d"', 400),
+        (1, r'"\ude00\ud83d"', 400),
+    ],
+)
+async def test_nesting_is_counted_outside_of_strings(
+    http: Http, depth: int, inside: str, status: int
+) -> None:
+    body = ("[" * depth + inside + "]" * depth).encode()
+    assert (await http.post(PATH, body, content_type="application/json")).status == status
+
+
 async def test_clients_that_leave_in_the_middle_of_a_body_hold_nothing(
     serve: Serving, engine: Engine
 ) -> None:
@@ -202,5 +248,8 @@ async def test_a_client_that_does_not_read_its_events_is_given_up(
         if message["type"] == "http.response.body":
             await asyncio.Event().wait()
 
-    await send_events(send, EventStream(events(), lambda: released.append("permit")), [])
+    async def release() -> None:
+        released.append("permit")
+
+    await send_events(send, EventStream(events(), release), [])
     assert (ended, released) == (["events"], ["permit"])

@@ -14,8 +14,8 @@ import pytest
 from flowfabric.core.ids import ExecutionId
 from tests.server.conftest import Serving
 from tests.support.engine import Engine
-from tests.support.flows import TestFlow
-from tests.support.http import Http
+from tests.support.flows import TestFlow, submitted
+from tests.support.http import Http, read_head
 from tests.support.sdk import until
 from tests.support.streams import append
 from tests.support.suspension import Waits
@@ -124,6 +124,9 @@ async def test_a_stream_resumes_after_the_last_event(http: Http, engine: Engine)
             "acquired",
             "completion",
         ]
+        # A client that is cut after the first of them resumes where it was.
+        assert events[0].id == first.id
+        assert len({event.id for event in events[:3]}) == 3
     async with follow(http, path, last_event_id=events[-1].id) as source:
         again = await source.rest()
     assert [event.name for event in again] == ["state", "end"]
@@ -184,6 +187,54 @@ async def test_output_of_an_attempt_that_never_started(http: Http, engine: Engin
     assert events[1].data == {"closed_at": None, "closed_reason": None}
 
 
+async def test_output_is_followed_with_the_changes_of_the_feed(
+    serve: Serving, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Only the feed can report these changes in time.
+    monkeypatch.setattr("flowfabric.server.routes.events.TICK_S", 60.0)
+    execution_id = await engine.create()
+    path = f"/v1/executions/{execution_id}"
+    async with (
+        serve() as http,
+        follow(http, f"{path}/events") as states,
+        follow(http, f"{path}/attempts/0/stream/events") as output,
+    ):
+        for source in (states, output):
+            first = await source.next()
+            assert first is not None
+            assert (first.data["public_state"], first.data["entry"]) == ("waiting", None)
+        handle = (await engine.claim()).handle
+        claimed = [await states.next(), await output.next()]
+        await append(engine, handle, "one")
+        frame = await output.next()
+        await engine.backend.executions.complete(handle)
+        done = [await states.next(), await output.next()]
+        for one, other in (claimed, done):
+            assert one is not None
+            assert other is not None
+            assert (other.name, other.data) == (one.name, one.data)
+        assert frame is not None
+        assert [each and each.data["entry"]["type"] for each in done] == ["completion"] * 2
+        assert [each and each.id for each in (claimed[1], done[1])] == ["0-0", frame.id]
+        assert [each.name for each in await output.rest()] == ["end"]
+    assert engine.backend._events._open == set()
+
+
+async def test_output_of_a_cancelled_execution_that_never_started_ends(
+    serve: Serving, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.server.routes.events.TICK_S", 60.0)
+    execution_id = await engine.create()
+    path = f"/v1/executions/{execution_id}/attempts/0/stream/events"
+    async with serve() as http, follow(http, path) as source:
+        await source.next()
+        await engine.backend.executions.cancel_execution(execution_id)
+        *changes, end = await source.rest()
+    assert {event.data["public_state"] for event in changes} == {"cancelled"}
+    assert [event.data["entry"]["type"] for event in changes] == ["completion"]
+    assert end.data == {"closed_at": None, "closed_reason": None}
+
+
 async def tailing(engine: Engine, count: int) -> bool:
     """Whether so many clients wait for frames."""
     clients = cast("bytes", await engine.backend.transport.call("CLIENT", "LIST"))
@@ -193,17 +244,20 @@ async def tailing(engine: Engine, count: int) -> bool:
 async def test_viewers_of_one_stream_share_one_read(http: Http, engine: Engine) -> None:
     handle = await engine.running()
     path = f"/v1/executions/{handle.execution_id}/attempts/0/stream/events"
-    async with follow(http, path) as one, follow(http, path) as two:
-        for source in (one, two):
+    async with follow(http, path) as one, follow(http, path) as two, follow(http, path) as three:
+        sources = (one, two, three)
+        for source in sources:
             await source.next()
-        await until(lambda: tailing(engine, 1), "one shared read")
+        await until(lambda: tailing(engine, 2), "one shared read of frames, one of the feed")
         # Viewers take none of the permits of reads and tails.
         assert engine.backend.stream_pool.held == 0
-        await append(engine, handle, "both")
-        for source in (one, two):
-            frame = await source.next()
-            assert frame is not None
-            assert frame.data["fields"]["payload"] == "both"
+        await append(engine, handle, "all")
+        await engine.backend.executions.complete(handle)
+        for source in sources:
+            frame, state, end = await source.rest()
+            assert frame.data["fields"]["payload"] == "all"
+            assert state.data["public_state"] == "completed"
+            assert end.name == "end"
     await until(lambda: tailing(engine, 0), "no read without viewers")
 
 
@@ -333,6 +387,27 @@ async def test_streams_have_a_pool_of_their_own(serve: Serving, engine: Engine) 
             return (await http.get(f"/v1/executions/{UNKNOWN}/events")).status == 404
 
         await until(free, "a free permit")
+
+
+async def test_head_ends_at_once_and_holds_nothing(serve: Serving, engine: Engine) -> None:
+    flow = await submitted(engine, "a")
+    execution_id = flow.nodes["a"]
+    paths = (
+        f"/v1/executions/{execution_id}/events",
+        f"/v1/executions/{execution_id}/attempts/0/stream/events",
+        f"/v1/flows/{flow.flow_id}/events",
+        "/v1/events",
+    )
+    async with serve(max_event_streams=1) as http:
+        reader, writer = await asyncio.open_connection(*http.address)
+        for path in paths * 2:
+            writer.write(f"HEAD {path} HTTP/1.1\r\nhost: t\r\n\r\n".encode())
+            async with asyncio.timeout(20):
+                status, headers = await read_head(reader)
+            assert (status, headers["content-type"]) == (200, "text/event-stream")
+        writer.close()
+        assert (await http.send("HEAD", f"/v1/executions/{UNKNOWN}/events")).status == 404
+    assert engine.backend._events._open == set()
 
 
 async def test_heartbeats(serve: Serving, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 
 from flowfabric.cli.main import main
 from flowfabric.core.state import PublicState
-from tests.server.conftest import running
+from flowfabric.server.config import ServerConfig, effective, layered
+from tests.server.conftest import SECRET, running
 from tests.support.command import Cli
 from tests.support.engine import Engine
 from tests.support.http import Http
@@ -53,6 +55,18 @@ async def test_an_external_valkey_needs_the_secret(cli: Cli) -> None:
         ({"FF_BACKEND": "oracle"}, "invalid value for FF_BACKEND"),
         ({"FF_TRACING": "maybe"}, "invalid value for FF_TRACING"),
         ({"FF_LOG_LEVEL": "loud"}, "invalid value for FF_LOG_LEVEL"),
+        ({"FF_EVENTS_MAXLEN": "x"}, "invalid value for FF_EVENTS_MAXLEN"),
+        ({"FF_CASCADE_INLINE_EDGES": "0"}, "invalid value for FF_CASCADE_INLINE_EDGES"),
+        ({"FF_DEV_MODE": "ture"}, "invalid value for FF_DEV_MODE: write 1 or 0"),
+        ({"FF_FORCE_LUA_RELOAD": "ture"}, "invalid value for FF_FORCE_LUA_RELOAD: write 1 or 0"),
+        ({"FF_TLS_CA": "/nope"}, "invalid value for FF_TLS_CA: cannot read /nope: No such file"),
+        ({"FF_HOST": "h"}, "FF_WAITPOINT_HMAC_SECRET is not set: a server on an external Valkey"),
+        ({"FF_URL": "valkey://h"}, "FF_WAITPOINT_HMAC_SECRET is not set"),
+        ({"FF_URL": "http://h"}, "FF_URL: this is the address of a FlowFabric server"),
+        (
+            {"FF_URL": "valkeys://h", "FF_WAITPOINT_HMAC_SECRET": SECRET, "FF_TLS_CA": __file__},
+            "see FF_TLS_CA",
+        ),
         ({"FF_SENTRY_DSN": "nope"}, "invalid value for FF_SENTRY_DSN: must have the form"),
         ({"FF_SENTRY_DSN": "https://k@h/1"}, "Install it with `pip install sentry-sdk`"),
     ],
@@ -166,14 +180,54 @@ async def test_settings_come_from_flags_then_the_environment_then_the_file(
     assert found["FF_TRACING"] == ("0", "default")
     assert found["FF_SENTRY_ENVIRONMENT"] == ("production", "default")
     assert found["FF_PORT"] == ("6379", "default")
+    assert found["FF_CONFIG_FILE"] == (str(file), "flag")
+    assert found["FF_POSTGRES_POOL_SIZE"] == ("10", "default")
+    assert found["FF_SQLITE_PATH"] == (":memory:", "default")
     assert "s3cret" not in done.out
 
 
-async def test_config_shows_an_address_without_its_password(cli: Cli) -> None:
-    done = await cli("config", FF_URL="valkey://app:s3cret@valkey.example:6379/2")
-    assert done.code == 0, done.err
-    assert "valkey://app:<redacted>@valkey.example:6379/2" in done.out
-    assert "s3cret" not in done.out
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("valkey://app:s3cret@h.example:6379/2", "valkey://app:<redacted>@h.example:6379/2"),
+        ("valkey://app:s3:cret@h.example", "valkey://app:<redacted>@h.example"),
+        ("valkey://app:s3@cret@h.example/0", "valkey://app:<redacted>@h.example/0"),
+        ("valkey://a@pp:s3cret@h.example", "valkey://a@pp:<redacted>@h.example"),
+        ("valkeys://:s3:@cret@h.example", "valkeys://:<redacted>@h.example"),
+        ("valkey+cluster://app:s3cret@a:1,b:2", "valkey+cluster://app:<redacted>@a:1,b:2"),
+        ("unix://app:s3cret@/run/valkey.sock", "unix://app:<redacted>@/run/valkey.sock"),
+        ("valkey://[::1]:6379/0", "valkey://[::1]:6379/0"),
+    ],
+)
+def test_config_shows_an_address_without_its_password(
+    given: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FF_URL", given)
+    monkeypatch.setenv("FF_WAITPOINT_HMAC_SECRET", SECRET)
+    with pytest.raises(SystemExit) as done:
+        main(["config", "--json"])
+    out = capsys.readouterr().out
+    assert done.value.code == 0
+    found = {each["name"]: each["value"] for each in map(json.loads, out.splitlines())}
+    assert found["FF_URL"] == shown
+    assert not {"s3", "cret"} & set(re.split(r"\W", out))
+
+
+def test_the_later_layer_wins_over_the_other_unit_of_an_interval() -> None:
+    stem = "FF_LEASE_EXPIRY_INTERVAL"
+    in_s, in_ms = {f"{stem}_S": "2"}, {f"{stem}_MS": "500"}
+    assert layered(in_ms, in_s, {}) == {f"{stem}_MS": ("500", "environment")}
+    assert layered(in_ms, {}, in_s) == {f"{stem}_S": ("2", "flag")}
+    shown = {each.name: each.value for each in effective(layered({}, {}, in_s), ServerConfig())}
+    assert (shown[f"{stem}_S"], shown[f"{stem}_MS"]) == ("2", "")
+    assert shown["FF_DELAYED_PROMOTER_INTERVAL_MS"] == "750"
+    assert layered(in_ms | in_s, {}, {}).keys() == {f"{stem}_S", f"{stem}_MS"}
+
+
+def test_secrets_of_stores_to_come_are_redacted() -> None:
+    given = layered({"FF_POSTGRES_URL": "postgres://u:s3cret@h/db"}, {}, {})
+    shown = {each.name: each.value for each in effective(given, ServerConfig())}
+    assert shown["FF_POSTGRES_URL"] == "<redacted>"
 
 
 FAKE_SENTRY = """

@@ -267,6 +267,13 @@ async def test_readiness_names_what_fails(http: Http, engine: Engine) -> None:
     assert (await http.get("/readyz")).status == 200
 
 
+async def test_metrics_are_for_no_other_origin(http: Http) -> None:
+    for path in ("/metrics", "/%6Detrics", "/livez"):
+        answer = await http.get(path, origin="https://a.example")
+        shared = [name for name in answer.headers if name.startswith("access-control-")]
+        assert (answer.status, bool(shared)) == (200, path == "/livez")
+
+
 async def test_too_many_requests_at_once(serve: Serving, engine: Engine) -> None:
     execution_id = await engine.create()
     async with serve(max_requests=1) as http:

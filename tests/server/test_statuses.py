@@ -31,6 +31,7 @@ from tests.server.status_rows import (
 from tests.support.engine import Engine
 from tests.support.flows import drained, set_units, submitted
 from tests.support.http import Http, Response
+from tests.support.proxy import FaultProxy
 from tests.support.server import TestServer
 from tests.support.shapes import EXECUTION, UUID
 from tests.support.subjects import Facts, Subjects
@@ -304,8 +305,34 @@ async def test_a_server_without_valkey_answers_503(engine: Engine, valkey: TestS
             body = valid_body(name) if PUBLIC[name].body is not None else None
             answer = await sent(Http(server.address), PUBLIC[name], plain(PUBLIC[name]), body)
             assert answer.kind == (503, "unavailable"), (name, answer.body)
+            assert answer.headers["retry-after"] == "1", name
     finally:
         await server.stop_serving()
+
+
+async def test_a_server_whose_valkey_hangs_says_so_before_probes_give_up(
+    engine: Engine, valkey: TestServer
+) -> None:
+    with FaultProxy(valkey.socket_path) as proxy:
+        backend = await ValkeyBackend.connect(parse_url(proxy.url))
+        server = ServerProcess(backend, ServerConfig(listen=("127.0.0.1", 0)))
+        await server.listen()
+        http = Http(server.address)
+        try:
+            proxy.pause()
+            # Calls of the engine try for 10 s.
+            async with asyncio.timeout(5):
+                health, ready = await asyncio.gather(http.get("/healthz"), http.get("/readyz"))
+            assert health.kind == ready.kind == (503, "unavailable")
+            assert health.json["detail"] == "Valkey did not respond within 1 s"
+            assert ready.json["failing"] == ["ping"]
+            assert (await http.get("/livez")).status == 200
+            proxy.resume()
+            assert (await http.get("/readyz")).status == 200
+        finally:
+            proxy.resume()
+            await server.stop_serving()
+            await backend.aclose()
 
 
 async def test_what_takes_too_long_is_504(

@@ -12,6 +12,7 @@ from flowfabric.core.errors import ConfigError
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.meta import Finding
+from flowfabric.engine.api.secrets import SECRET_VARIABLE
 from flowfabric.engine.http.address import is_server_url, server_at
 from flowfabric.engine.http.address import parse_url as parse_server_url
 from flowfabric.engine.valkey import connect as valkey
@@ -115,10 +116,22 @@ class ServerLocation:
 
     async def open_server(self) -> Backend:
         """A backend for a server process, on Valkey only."""
-        if not isinstance(self._at, ValkeyLocation):
-            problem = f"{self.peer} is a FlowFabric server. Set FF_URL to the address of Valkey."
-            raise ConfigError("server", problem)
-        return await self._at.open_server()
+        return await self._valkey().open_server()
+
+    def check_server(self, *, has_secret: bool) -> None:
+        """Raise `ConfigError` if a server process cannot use this address."""
+        if not (self._valkey().embedded or has_secret):
+            problem = (
+                f"{SECRET_VARIABLE} is not set: a server on an external Valkey needs it to sign "
+                "waitpoint tokens. Generate one with: openssl rand -hex 32"
+            )
+            raise ConfigError("environment", problem)
+
+    def _valkey(self) -> ValkeyLocation:
+        if isinstance(self._at, ValkeyLocation):
+            return self._at
+        problem = f"{self.peer} is a FlowFabric server. Set FF_URL to the address of Valkey."
+        raise ConfigError("server", problem)
 
     async def open_existing(self, *, name: str, connect_timeout: float) -> Backend:
         """A backend for a command: fails at once if nothing answers, and sets nothing up."""

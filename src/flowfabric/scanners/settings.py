@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Self
 
@@ -48,7 +47,6 @@ FAMILIES: Mapping[str, str] = {
 """The scanners of other partitions than those of executions."""
 
 _DAY_MS = 86_400_000
-_number = re.compile(r"[0-9]+(?:\.[0-9]+)?").fullmatch
 
 
 class ScannerFilter(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,14 +128,11 @@ def _interval(env: Mapping[str, str], scanner: str) -> float | None:
     found: float | None = None
     stem = f"FF_{scanner.upper()}_INTERVAL"
     for variable, unit in ((f"{stem}_S", 1.0), (f"{stem}_MS", 0.001)):
-        text = env.get(variable)
-        if text is None:
+        if not env.get(variable, "").strip():
             continue
-        if not _number(text) or float(text) <= 0:
-            raise invalid(variable, f"must be a positive number, got {text!r}")
         if found is not None:
             raise invalid(variable, f"{stem}_S is also set; keep only one of them")
-        found = float(text) * unit
+        found = whole_number(env, variable, 0, 0, 2**64 - 1) * unit
     return found
 
 

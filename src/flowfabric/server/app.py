@@ -112,7 +112,7 @@ class ServerApp:
             answer = self._failure(error, request, template)
         if isinstance(answer, EventStream):
             status = 200
-            await send_events(send, answer, headers)
+            await send_events(send, answer, headers, only_head=scope["method"] == "HEAD")
         else:
             status = answer.status
             await send_reply(send, answer, headers)

@@ -16,6 +16,7 @@ from flowfabric.scanners.supervisor import ScannerSupervisor
 from flowfabric.scheduler.grants import WorkerGrants
 from flowfabric.server import bodies
 from flowfabric.server.auth import ApiCaller
+from flowfabric.server.changes import ChangeHub
 from flowfabric.server.config import ServerConfig
 from flowfabric.server.dispatcher import EventDispatcher
 from flowfabric.server.exchange import Request
@@ -74,6 +75,7 @@ class Services:
         meter = metrics.active()
         self.gauges = None if meter is None else Gauges(backend, meter)
         """What `/metrics` reads from the deployment; None while metrics are off."""
+        self.changes = ChangeHub()
         self.event_streams = Pool("event_streams", config.max_event_streams)
         self.remote = RemoteDesk(backend)
         self.remote_claims = Pool("remote_claims", config.max_remote_claims)

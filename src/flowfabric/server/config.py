@@ -29,6 +29,7 @@ Source = Literal["default", "file", "environment", "flag"]
 
 # Name, default as it is shown, and whether the value is a secret.
 _SETTINGS: tuple[tuple[str, str, bool], ...] = (
+    (FILE_VARIABLE, "", False),
     ("FF_URL", "", False),
     ("FF_HOST", "", False),
     ("FF_PORT", "6379", False),
@@ -72,17 +73,32 @@ _SETTINGS: tuple[tuple[str, str, bool], ...] = (
     ("FF_SCANNER_NAMESPACE", "", False),
     ("FF_SCANNER_INSTANCE_TAG", "", False),
     ("FF_BACKEND", "valkey", False),
+    # For stores that this version does not have; one file can serve several versions.
+    ("FF_POSTGRES_URL", "", True),
+    ("FF_POSTGRES_POOL_SIZE", "10", False),
+    ("FF_SQLITE_PATH", ":memory:", False),
+    ("FF_SQLITE_POOL_SIZE", "4", False),
     ("FF_DEV_MODE", "0", False),
     ("FF_FORCE_LUA_RELOAD", "0", False),
     ("FF_LOG_LEVEL", "info", False),
     ("FF_LOG_FORMAT", "text", False),
     (tracing.VARIABLE, "0", False),
     *((name, default, name == DSN) for name, default in SENTRY_DEFAULTS.items()),
-    *((f"FF_{name.upper()}_INTERVAL_S", f"{s:g}", False) for name, s in INTERVALS_S.items()),
-    *((f"FF_{name.upper()}_INTERVAL_MS", "", False) for name in INTERVALS_S),
+    *(
+        (f"FF_{name.upper()}_INTERVAL_MS", f"{s * 1000:g}", False)
+        for name, s in INTERVALS_S.items()
+    ),
+    *((f"FF_{name.upper()}_INTERVAL_S", "", False) for name in INTERVALS_S),
 )
+_OTHER_UNIT = {
+    f"FF_{name.upper()}_INTERVAL_{unit}": f"FF_{name.upper()}_INTERVAL_{other}"
+    for name in INTERVALS_S
+    for unit, other in (("S", "MS"), ("MS", "S"))
+}
+"""Each interval under the name of its other unit, which a later layer replaces."""
 _REDACTED = "<redacted>"
-_password = re.compile(r"(://[^/@]*:)[^/@]*(@)")
+# As it is parsed: from the first colon to the last @ before the path.
+_password = re.compile(r"(://[^:/]*:)[^/]*(@)")
 NAMES = tuple(name for name, _, _ in _SETTINGS)
 
 
@@ -205,7 +221,7 @@ def parse_assignments(given: Sequence[str]) -> dict[str, str]:
 
 
 def _known(name: str, where: str) -> bool:
-    if name in NAMES:
+    if name in NAMES and name != FILE_VARIABLE:
         return True
     [meant] = get_close_matches(name, NAMES, 1) or [""]
     advice = f"; did you mean {meant}?" if meant else ""
@@ -228,12 +244,17 @@ def layered(
     environ: Mapping[str, str], file: Mapping[str, str], flags: Mapping[str, str]
 ) -> dict[str, tuple[str, Source]]:
     """Each given setting with its source: a flag beats the environment, which beats the file."""
-    found: dict[str, tuple[str, Source]] = {name: (value, "file") for name, value in file.items()}
-    for name in NAMES:
-        if name in environ:
-            found[name] = (environ[name], "environment")
-    for name, value in flags.items():
-        found[name] = (value, "flag")
+    found: dict[str, tuple[str, Source]] = {}
+    layers: tuple[tuple[Source, Mapping[str, str]], ...] = (
+        ("file", file),
+        ("environment", {name: environ[name] for name in NAMES if name in environ}),
+        ("flag", flags),
+    )
+    for source, given in layers:
+        for name in given:
+            if name in _OTHER_UNIT:
+                found.pop(_OTHER_UNIT[name], None)
+        found |= {name: (value, source) for name, value in given.items()}
     return found
 
 
@@ -242,6 +263,8 @@ def effective(given: Mapping[str, tuple[str, Source]], config: ServerConfig) -> 
     values: list[SettingValue] = []
     for name, default, secret in _SETTINGS:
         value, source = given.get(name, (default, "default"))
+        if source == "default" and _OTHER_UNIT.get(name) in given:
+            value = ""
         if name == "FF_LISTEN_ADDR" and not value:
             # It depends on whether there is a token.
             value = "{}:{}".format(*config.listen)

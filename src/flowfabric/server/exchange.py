@@ -36,8 +36,8 @@ class EventStream(msgspec.Struct, frozen=True):
     """An answer of server-sent events."""
 
     events: AsyncGenerator[bytes]
-    release: Callable[[], object]
-    """Called once when the stream has ended."""
+    release: Callable[[], Awaitable[None]]
+    """Called once when the stream has ended, or if it never began."""
 
 
 class Request:
@@ -115,7 +115,11 @@ async def send_reply(send: Send, reply: Reply, headers: Iterable[tuple[bytes, by
 
 
 async def send_events(
-    send: Send, stream: EventStream, headers: Iterable[tuple[bytes, bytes]]
+    send: Send,
+    stream: EventStream,
+    headers: Iterable[tuple[bytes, bytes]],
+    *,
+    only_head: bool = False,
 ) -> None:
     """Send events until they end; a client that does not read them is given up."""
     start: Headers = [
@@ -127,12 +131,14 @@ async def send_events(
     ]
     try:
         await send({"type": "http.response.start", "status": 200, "headers": start})
-        async for event in stream.events:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+        if not only_head:
+            async for event in stream.events:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
     except TimeoutError:
         log.debug("closed an event stream that its client did not read for %g s", SEND_TIMEOUT_S)
+        return
     finally:
         await stream.events.aclose()
-        stream.release()
+        await stream.release()
+    await send({"type": "http.response.body", "body": b""})

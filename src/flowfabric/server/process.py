@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Self
 
 from flowfabric import observability
-from flowfabric.core.errors import ConfigError, EngineError
+from flowfabric.core.errors import EngineError
 from flowfabric.engine import metrics
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.api.secrets import SECRET_VARIABLE
 from flowfabric.engine.connect import ServerLocation
 from flowfabric.scanners.supervisor import ScannerSupervisor
 from flowfabric.server.app import ServerApp
@@ -61,12 +60,7 @@ class ServerProcess:
         `warn` logs what is open to everyone; `flowfabric dev` shows it in its own way. Without
         `http`, only the scanners and the event dispatcher run (09 §11.10).
         """
-        if not (location.embedded or location.remote) and not config.has_hmac_secret:
-            raise ConfigError(
-                "environment",
-                f"{SECRET_VARIABLE} is not set: a server on an external Valkey needs it to sign "
-                "waitpoint tokens. Generate one with: openssl rand -hex 32",
-            )
+        location.check_server(has_secret=config.has_hmac_secret)
         observability.enable()
         backend = await location.open_server()
         try:

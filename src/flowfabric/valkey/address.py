@@ -1,8 +1,10 @@
 """The address of a Valkey deployment, from a URL or the environment."""
 
+import logging
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Final, Self
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
@@ -11,7 +13,10 @@ import msgspec
 from flowfabric.core.environment import flag, invalid, whole_number
 from flowfabric.core.text import shown
 
+log = logging.getLogger(__name__)
 DEFAULT_PORT: Final = 6379
+_INSTEAD: Final = ("FF_HOST", "FF_PORT", "FF_TLS", "FF_CLUSTER")
+"""The variables that make an address where no URL does."""
 _MAX_DB: Final = 2**31 - 1
 _ESCAPE: Final = "in a password, write @ / ? # and [ as %40 %2F %3F %23 and %5B"
 _is_host = re.compile(r"[\w.-]+(:\d+)?(/\d+)?|\[[0-9a-fA-F:]+\](:\d+)?").fullmatch
@@ -78,20 +83,30 @@ def parse_url(text: str, *, name: str = "FF_URL") -> Address:
 def from_url(text: str, environ: Mapping[str, str] = os.environ, *, name: str = "url") -> Address:
     """A URL's address; login, database and certificates default to the environment's."""
     address = parse_url(text, name=name)
-    if flag(environ, "FF_TLS") and not (address.tls or address.socket_path):
-        problem = f"{name} does not use TLS; write valkeys:// instead of valkey://, or unset FF_TLS"
-        raise invalid("FF_TLS", problem)
+    # A URL in code or on the command line replaces the environment's address on purpose.
+    instead = _INSTEAD if name == "FF_URL" else ("FF_TLS",)
+    if ignored := tuple(each for each in instead if environ.get(each, "").strip()):
+        _warn_ignored(name, ignored)
     return _with_extras(address, environ)
+
+
+@cache
+def _warn_ignored(name: str, ignored: tuple[str, ...]) -> None:
+    """Warn once per process: settings are read several times."""
+    text = f"{name} sets the address, so these have no effect: {', '.join(ignored)}"
+    if "FF_TLS" in ignored:
+        text += ". TLS is used only with valkeys://"
+    log.warning(text, extra={"action": "settings_ignored", "ignored": ignored})
 
 
 def from_env(environ: Mapping[str, str]) -> Address | None:
     """The address that the environment sets; None means the embedded Valkey."""
+    if url := environ.get("FF_URL", "").strip():
+        return from_url(url, environ, name="FF_URL")
     # Check each variable even if it is not used, so that a typo is found at once.
     port = whole_number(environ, "FF_PORT", DEFAULT_PORT, 1, 65535)
     whole_number(environ, "FF_DB", 0, 0, _MAX_DB)
     tls, cluster = flag(environ, "FF_TLS"), flag(environ, "FF_CLUSTER")
-    if url := environ.get("FF_URL", "").strip():
-        return from_url(url, environ, name="FF_URL")
     host = environ.get("FF_HOST", "").strip()
     if not host:
         return None

@@ -333,7 +333,7 @@ async def dial(
 
 
 async def _open_socket(conn: Connection, address: Address) -> None:
-    tls = _tls_context(address)
+    tls = tls_context(address)
     loop, path, owner = conn.loop, address.socket_path, address.socket_owner
     if path is not None:
         transport, _ = await loop.create_unix_connection(lambda: conn, path)
@@ -358,7 +358,8 @@ def wrong_peer(sock: socket.socket, path: str, owner: int) -> str | None:
     return f"the process that listens on {path} runs as uid {user}; it should be uid {owner}"
 
 
-def _tls_context(address: Address) -> ssl.SSLContext | None:
+def tls_context(address: Address) -> ssl.SSLContext | None:
+    """What TLS needs, from the files of the address; None without TLS."""
     if not address.tls:
         return None
     what = f"the CA file {address.tls_ca}", "FF_TLS_CA"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from flowfabric.core.errors import ConfigError
-from flowfabric.valkey.address import Address, from_env, from_url, parse_url
+from flowfabric.valkey.address import Address, _warn_ignored, from_env, from_url, parse_url
 
 
 @pytest.mark.parametrize(
@@ -172,6 +172,7 @@ def test_the_url_wins_and_the_variables_fill_in() -> None:
         ({"FF_CLUSTER": "2"}, "FF_CLUSTER"),
         ({"FF_USERNAME": "u"}, "FF_USERNAME"),
         ({"FF_URL": "http://x"}, "FF_URL"),
+        ({"FF_URL": "valkey://db", "FF_DB": "x"}, "FF_DB"),
     ],
 )
 def test_bad_variables(environ: dict[str, str], variable: str) -> None:
@@ -180,16 +181,13 @@ def test_bad_variables(environ: dict[str, str], variable: str) -> None:
     assert caught.value.message.startswith(f"invalid value for {variable}: ")
 
 
-@pytest.mark.parametrize("elsewhere", [{}, {"FF_URL": "valkey://db"}])
 @pytest.mark.parametrize(
     ("variable", "value"),
     [("FF_PORT", "x"), ("FF_DB", "-1"), ("FF_TLS", "ture"), ("FF_CLUSTER", "maybe")],
 )
-def test_bad_variables_are_refused_where_they_are_not_used(
-    elsewhere: dict[str, str], variable: str, value: str
-) -> None:
+def test_bad_variables_are_refused_where_they_are_not_used(variable: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"invalid value for {variable}: "):
-        from_env({variable: value, **elsewhere})
+        from_env({variable: value})
 
 
 def test_a_node_keeps_credentials_and_drops_the_seeds() -> None:
@@ -200,17 +198,30 @@ def test_a_node_keeps_credentials_and_drops_the_seeds() -> None:
     assert parse_url("unix:///x.sock").peer == "unix:/x.sock"
 
 
-@pytest.mark.parametrize("url", ["valkey://db", "valkey+cluster://db", "valkey://u:hunter2@db"])
-def test_tls_is_not_dropped_in_silence(url: str) -> None:
-    for ask in (
-        lambda: from_env({"FF_URL": url, "FF_TLS": "1"}),
-        lambda: from_url(url, {"FF_TLS": "1"}),
-    ):
-        with pytest.raises(ConfigError, match=r"FF_TLS.*write valkeys:// instead") as caught:
-            ask()
-        assert "hunter2" not in str(caught.value)
-    assert from_url(url.replace("valkey", "valkeys"), {"FF_TLS": "1"}).tls
-    assert from_url("unix:///run/v.sock", {"FF_TLS": "1"}) == Address(socket_path="/run/v.sock")
+def test_with_a_url_the_variables_of_the_address_are_ignored_and_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _warn_ignored.cache_clear()
+    environ = {
+        "FF_URL": "valkey://u:hunter2@db:1",
+        "FF_HOST": "other",
+        "FF_PORT": "x",
+        "FF_TLS": "1",
+        "FF_CLUSTER": "maybe",
+    }
+    expected = Address(host="db", port=1, username="u", password="hunter2")
+    assert from_env(environ) == from_env(environ) == expected
+    told = "FF_URL sets the address, so these have no effect: FF_HOST, FF_PORT, FF_TLS, FF_CLUSTER"
+    assert caplog.messages == [f"{told}. TLS is used only with valkeys://"]
+    caplog.clear()
+    assert from_env({"FF_URL": "valkey://db", "FF_HOST": "", "FF_TLS": " "}) == Address(host="db")
+    assert from_env({"FF_HOST": "db", "FF_TLS": "0"}) == Address(host="db")
+    assert from_url("valkey://db", {"FF_HOST": "other"}) == Address(host="db")
+    assert caplog.messages == []
+    assert from_url("valkey://db", {"FF_TLS": "1"}) == Address(host="db")
+    assert caplog.messages == [
+        "url sets the address, so these have no effect: FF_TLS. TLS is used only with valkeys://"
+    ]
 
 
 def test_a_url_in_code_is_completed_from_the_environment() -> None:

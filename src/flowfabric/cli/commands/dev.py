@@ -18,18 +18,14 @@ import typer
 
 from flowfabric import __version__
 from flowfabric.cli import options
-from flowfabric.cli.commands.server import (
-    check_settings,
-    load_settings,
-    openness,
-    start_unless,
-)
+from flowfabric.cli.commands.server import check_settings, openness, start_unless
 from flowfabric.cli.commands.worker import APPLICATION, CAPABILITIES, LANES, PROCESSES, listed
 from flowfabric.cli.errors import UsageError
 from flowfabric.cli.logs import Level, flush_logs, set_up_logs
 from flowfabric.cli.options import Target, flag, value
 from flowfabric.cli.processes import Facts, Supervisor
 from flowfabric.cli.session import describe_location
+from flowfabric.cli.settings import load_settings
 from flowfabric.cli.views.screen import Cell, Screen
 from flowfabric.cli.watching import ProjectFiles
 from flowfabric.core.text import plural, shown

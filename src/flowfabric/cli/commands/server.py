@@ -5,8 +5,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
-from pathlib import Path
+from collections.abc import Coroutine
 from typing import Annotated, Any
 
 import typer
@@ -17,38 +16,16 @@ from flowfabric.cli.errors import UsageError
 from flowfabric.cli.logs import Level, flush_logs, log_settings, set_up_logs
 from flowfabric.cli.options import Target, flag, value
 from flowfabric.cli.session import describe_location
+from flowfabric.cli.settings import Assignments, File, load_settings
 from flowfabric.cli.views.screen import Row, Screen, print_json
 from flowfabric.core.text import shown
 from flowfabric.engine.connect import ServerLocation, check_environment
 from flowfabric.server import config as settings
 from flowfabric.server.auth import read_tokens
-from flowfabric.server.config import ServerConfig, Source
+from flowfabric.server.config import ServerConfig
 from flowfabric.server.process import ServerProcess
 
 log = logging.getLogger(__name__)
-File = Annotated[
-    Path | None,
-    value("FILE", "Read settings from this TOML file. The environment overrides it.", "--config"),
-]
-Assignments = Annotated[
-    list[str] | None, value("NAME=VALUE", "Override one setting. Repeatable.", "--set")
-]
-Given = dict[str, tuple[str, Source]]
-
-
-def load_settings(
-    file: Path | None, assignments: Sequence[str] | None, flags: dict[str, str]
-) -> Given:
-    """Put the settings of the file and the flags into the environment, where they are read."""
-    if file is None and (named := os.environ.get(settings.FILE_VARIABLE)):
-        file = Path(named)
-    from_file = {} if file is None else settings.load_file(file)
-    given = settings.layered(
-        os.environ, from_file, settings.parse_assignments(assignments or ()) | flags
-    )
-    os.environ.update({name: value for name, (value, _) in given.items()})
-    return given
-
 
 def check_settings() -> ServerConfig:
     """The settings of a server; a bad one is a `ConfigError` that names it."""
@@ -101,6 +78,7 @@ def server(
     load_settings(config, assignments, {} if listen is None else {"FF_LISTEN_ADDR": listen})
     checked = check_settings()
     location = ServerLocation(target.url)
+    location.check_server(has_secret=checked.has_hmac_secret)
     if check_config:
         _print_check(_warnings(checked), as_json=as_json)
         return

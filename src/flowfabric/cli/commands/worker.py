@@ -24,6 +24,7 @@ from flowfabric.cli.logs import Level, flush_logs, set_up_logs
 from flowfabric.cli.options import Target, argument, flag, value
 from flowfabric.cli.processes import Facts, Member, Supervisor
 from flowfabric.cli.session import describe_location
+from flowfabric.cli.settings import Assignments, File, load_settings
 from flowfabric.cli.views.screen import Screen
 from flowfabric.core.capabilities import normalise
 from flowfabric.core.errors import FlowFabricError
@@ -117,6 +118,8 @@ def worker(
     ] = None,
     as_json: options.JsonLogs = False,
     namespace: Annotated[Sequence[str] | None, _NAMESPACES] = None,
+    config: File = None,
+    assignments: Assignments = None,
     url: options.Url = None,
 ) -> None:
     """Run the tasks of an application until SIGTERM or Ctrl-C.
@@ -131,6 +134,7 @@ def worker(
     reconfigure: Any = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(line_buffering=True)
+    load_settings(config, assignments, {})
     target = Target.of(context, url, None, as_json=as_json)
     member = Member.current()
     label = member.number if member is not None and member.count > 1 else None

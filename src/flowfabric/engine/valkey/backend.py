@@ -24,6 +24,7 @@ from flowfabric.engine.valkey.feeds import ValkeyFeeds
 from flowfabric.engine.valkey.flows import ValkeyFlows
 from flowfabric.engine.valkey.lanes import ValkeyLanes
 from flowfabric.engine.valkey.leases import ValkeyLeases
+from flowfabric.engine.valkey.library import configured_library
 from flowfabric.engine.valkey.listings import ValkeyListings
 from flowfabric.engine.valkey.meta import ValkeyMeta
 from flowfabric.engine.valkey.notes import ValkeyNotes
@@ -56,6 +57,8 @@ def check_settings() -> None:
     boot.configured_counts()
     boot.configured_lanes()
     boot.configured_secret()
+    boot.configured_dev_mode()
+    configured_library()
 
 
 class ValkeyBackend(ClosedOnce, Backend):

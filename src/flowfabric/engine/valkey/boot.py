@@ -59,6 +59,11 @@ def configured_secret() -> str | None:
         raise invalid(SECRET_VARIABLE, error.detail) from None
 
 
+def configured_dev_mode() -> bool:
+    """Whether `FF_DEV_MODE` accepts a deployment that is not prepared."""
+    return flag(os.environ, "FF_DEV_MODE")
+
+
 def configured_lanes() -> list[str]:
     """The lanes that `FF_LANES` declares; they stay registered when empty."""
     if not (text := os.environ.get(_LANES_VARIABLE)):
@@ -148,7 +153,7 @@ async def read_counts(transport: Transport) -> PartitionCounts:
     key = keys.CONFIG_PARTITIONS
     values: Any = await transport.call("HMGET", key, *_FIELDS, key=key)
     flow, budget, quota = _stored(values)
-    unprepared_is_fine = flag(os.environ, "FF_DEV_MODE")
+    unprepared_is_fine = configured_dev_mode()
     if 0 not in (flow, budget, quota):
         return PartitionCounts(flow=flow, budget=budget, quota=quota)
     if unprepared_is_fine:

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from flowfabric.core.environment import invalid
-from flowfabric.core.errors import BackendNotBuilt, ConfigError, FlowFabricError
+from flowfabric.core.errors import (
+    BackendNotBuilt,
+    ConfigError,
+    FlowFabricError,
+    TransportError,
+)
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.text import shown
 from flowfabric.engine.api.backend import Backend
@@ -26,6 +31,7 @@ from flowfabric.engine.valkey.boot import (
 )
 from flowfabric.valkey.address import Address, from_env, from_url, parse_url
 from flowfabric.valkey.connect import connect
+from flowfabric.valkey.connection import tls_context
 from flowfabric.valkey.project_folder import NO_SERVER, data_folder
 from flowfabric.valkey.transport import Transport
 
@@ -51,7 +57,22 @@ async def open_backend(
 def check_environment() -> None:
     """Raise `ConfigError` for a wrong setting of a process that sets up a deployment."""
     check_settings()
-    from_env(os.environ)
+    for name in ("FF_TLS_CA", "FF_TLS_CERT", "FF_TLS_KEY"):
+        if path := os.environ.get(name):
+            _check_readable(name, Path(path))
+    if (address := from_env(os.environ)) is not None:
+        try:
+            tls_context(address)
+        except TransportError as error:
+            raise ConfigError("environment", error.message) from None
+
+
+def _check_readable(name: str, path: Path) -> None:
+    try:
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise invalid(name, f"cannot read {shown(str(path))}: {error.strerror}") from None
 
 
 def check_backend(environ: Mapping[str, str]) -> None:

@@ -21,7 +21,7 @@ from flowfabric.engine.api.places import (
 from flowfabric.engine.valkey import keys, places
 from flowfabric.engine.valkey.calls import FunctionCalls, finished, text
 from flowfabric.engine.valkey.listings import ValkeyListings
-from flowfabric.engine.valkey.pages import given_cursor
+from flowfabric.engine.valkey.pages import given_cursor, reading_cursor
 from flowfabric.engine.valkey.places import ValkeyPlaces
 
 _FAN_OUT = 16
@@ -37,7 +37,9 @@ class ValkeyLanes(Lanes):
         self._listings = listings
 
     async def list_lanes(self, cursor: str = "", limit: int = 1000) -> tuple[list[str], str | None]:
-        given_cursor(cursor)
+        if given_cursor(cursor):
+            with reading_cursor():
+                ids.validate_lane(cursor)
         check.whole(limit, "limit")
         rest = [lane for lane in await self._places.lanes_in_use() if lane > cursor]
         page = rest[: max(0, limit)]

@@ -197,10 +197,17 @@ async def read_library(transport: Transport) -> LibraryInfo | None:
     return min(filter(None, found), key=lambda info: info.version)
 
 
+def configured_library() -> tuple[bool, int | None, int | None]:
+    """Whether to reload the library always, and the feed length and cascade units to set."""
+    return (
+        flag(os.environ, "FF_FORCE_LUA_RELOAD"),
+        whole_number(os.environ, "FF_EVENTS_MAXLEN", 0, 1, 2**53 - 1) or None,
+        whole_number(os.environ, "FF_CASCADE_INLINE_EDGES", 0, 1, _MAX_CASCADE_UNITS) or None,
+    )
+
+
 def _rules(transport: Transport, *, owned: bool, only_joining: bool) -> _Rules:
-    force = flag(os.environ, "FF_FORCE_LUA_RELOAD")
-    maxlen = whole_number(os.environ, "FF_EVENTS_MAXLEN", 0, 1, 2**53 - 1) or None
-    units = whole_number(os.environ, "FF_CASCADE_INLINE_EDGES", 0, 1, _MAX_CASCADE_UNITS) or None
+    force, maxlen, units = configured_library()
     return _Rules(
         same_version=force or owned,
         any_older=not only_joining,

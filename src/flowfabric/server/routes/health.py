@@ -1,5 +1,7 @@
 """Whether the process lives, and whether it should get requests (10 §11.11)."""
 
+import asyncio
+
 import msgspec
 
 from flowfabric.core.errors import EngineError
@@ -10,6 +12,9 @@ from flowfabric.server.routing import Routes
 from flowfabric.server.wire import Reply, answer
 
 routes = Routes()
+CHECKS_S = 1.0
+"""How long Valkey may take. A probe that gives up first learns nothing."""
+_LATE = f"Valkey did not respond within {CHECKS_S:g} s"
 _OK = answer({"status": "ok"})
 _READY = answer({"status": "ready"})
 
@@ -30,9 +35,11 @@ async def livez(call: Call[None, NoQuery]) -> Reply:  # noqa: ARG001 - asks noth
 async def healthz(call: Call[None, NoQuery]) -> Reply:
     """Report whether Valkey responds."""
     try:
-        await call.backend.meta.ping()
-    except EngineError as error:
-        raise Problem("unavailable", error.detail, error="backend op unavailable: ping") from error
+        async with asyncio.timeout(CHECKS_S):
+            await call.backend.meta.ping()
+    except (EngineError, TimeoutError) as error:
+        detail = error.detail if isinstance(error, EngineError) else _LATE
+        raise Problem("unavailable", detail, error="backend op unavailable: ping") from error
     return _OK
 
 
@@ -53,7 +60,11 @@ async def readyz(call: Call[None, NoQuery]) -> Reply:
 
 async def _failing(call: Call[None, NoQuery]) -> list[str]:
     services = call.services
-    failing = await call.backend.meta.failing_checks()
+    try:
+        async with asyncio.timeout(CHECKS_S):
+            failing = await call.backend.meta.failing_checks()
+    except TimeoutError:
+        failing = ["ping"]
     if services.dispatcher is not None and not services.dispatcher.is_alive:
         failing.append("dispatcher")
     if services.scanners is not None and any(
