@@ -15,8 +15,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import flowfabric as ff
+from flowfabric.core.contracts.budgets import NewBudget
 from flowfabric.core.contracts.flows import AlreadySubmitted
+from flowfabric.core.contracts.suspension import Accepted
 from flowfabric.core.errors import ConfigError
+from flowfabric.core.ids import new_uuid
 from flowfabric.core.tags import TRACE_TAG
 from flowfabric.engine.layers import tracing
 from flowfabric.engine.layers.tracing import Tracing
@@ -252,6 +255,39 @@ async def test_a_refused_call_names_only_its_code(engine: Engine, spans: Spans) 
         "ff.lease_epoch": handle.lease_epoch,
     }
     assert not span.events
+
+
+async def test_ids_passed_by_position_are_attributes(engine: Engine, spans: Spans) -> None:
+    await Waits.open(engine)
+    backend, handle = engine.backend, await engine.running()
+    execution_id = handle.execution_id
+    point = await backend.waitpoints.create_waitpoint(handle, "k", 60_000)
+    token, waitpoint_id = point.waitpoint_token, point.waitpoint_id
+    sent = await backend.signals.deliver_signal(execution_id, waitpoint_id, token, "go")
+    assert isinstance(sent, Accepted)
+    await backend.streams.read_stream(execution_id, 0)
+    budget = new_uuid()
+    limits: dict[str, Any] = {"hard_limits": (9, 9), "soft_limits": (0, 0)}
+    await backend.budgets.create_budget(
+        NewBudget(budget_id=budget, dimensions=("tokens", "usd"), **limits)
+    )
+    await backend.budgets.report_usage(handle, budget, {"tokens": 1, "usd": 2})
+    submission = graph("a")
+    await backend.flows.submit_flow(submission)
+    await backend.flows.cancel_flow(submission.flow_id, "test")
+    common = {"ff.backend": "valkey", "ff.execution_id": str(execution_id)}
+    held = common | {"ff.attempt_id": handle.attempt_id, "ff.lease_epoch": 1}
+    made = {"ff.waitpoint_id": waitpoint_id}
+    assert attributes(spans.one("ff.create_waitpoint")) == held | made
+    assert attributes(spans.one("ff.deliver_signal")) == (
+        common | made | {"ff.signal_id": sent.signal_id}
+    )
+    assert attributes(spans.one("ff.read_stream")) == common | {"ff.attempt_index": 0}
+    assert attributes(spans.one("ff.report_usage")) == (
+        held | {"ff.budget_id": budget, "ff.dimensions": 2}
+    )
+    cancelled = attributes(spans.one("ff.cancel_flow"))
+    assert cancelled == {"ff.backend": "valkey", "ff.flow_id": submission.flow_id}
 
 
 async def test_a_block_continues_the_trace_of_a_request(engine: Engine, spans: Spans) -> None:

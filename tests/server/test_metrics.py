@@ -49,6 +49,11 @@ async def test_requests_count_by_route_and_status(engine: Engine, http: Http, me
     assert meter.value("ff_http_request_duration_seconds", "GET", template, "200") == 1
 
 
+async def test_a_head_request_is_not_a_get(http: Http, meter: Meter) -> None:
+    await http.send("HEAD", "/v1/executions")
+    assert meter.numbers[REQUESTS] == {("HEAD", "/v1/executions", "200"): 1}
+
+
 async def test_it_needs_no_token_and_refusals_count(serve: Serving, meter: Meter) -> None:
     async with serve(api_token="secret") as http:
         assert (await http.get("/metrics")).status == 200

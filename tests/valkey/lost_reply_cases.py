@@ -7,7 +7,6 @@ from typing import Any, cast
 
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.leases import Granted
-from flowfabric.core.contracts.steps import Recorded, StepOutcome
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import parse_policy
 from flowfabric.core.state import ExpireReason
@@ -25,6 +24,7 @@ from tests.valkey.lost_reply_case import Case, no_answer, nothing
 from tests.valkey.lost_reply_flows import FLOW_CASES
 from tests.valkey.lost_reply_lanes import LANE_CASES
 from tests.valkey.lost_reply_quotas import QUOTA_CASES
+from tests.valkey.lost_reply_steps import STEP_CASES
 
 WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1"}
 OTHER: dict[str, Any] = {"worker_id": "v", "worker_instance_id": "v-1"}
@@ -60,21 +60,6 @@ async def waiting(engine: Engine, n: int = 1) -> ExecutionId:
 async def running(engine: Engine) -> Any:
     await waiting(engine)
     return (await engine.claim()).handle
-
-
-async def with_pending_step(engine: Engine) -> Any:
-    handle = await running(engine)
-    await engine.backend.steps.record_step(handle.execution_id, handle, "s", status="pending")
-    return handle
-
-
-def recorded(outcome: StepOutcome) -> int:
-    """A repeat finds what the first call recorded, which counts as success (11 §17.1)."""
-    if isinstance(outcome, Recorded):
-        return outcome.seq
-    assert outcome.record.belongs_to(lease_epoch=1, attempt_index=0)
-    assert (outcome.record.status, outcome.record.result) == ("done", b"r")
-    return outcome.record.seq
 
 
 async def two_running(engine: Engine) -> Any:
@@ -264,22 +249,6 @@ CASES: dict[str, Case] = {
         "ff_progress",
         running,
         lambda backend, handle: backend.executions.progress(handle, 5, "five"),
-    ),
-    "record_step": Case(
-        "ff_record_step",
-        running,
-        lambda backend, handle: backend.steps.record_step(
-            handle.execution_id, handle, "s", result=b"r"
-        ),
-        recorded,
-    ),
-    "record_step_end": Case(
-        "ff_record_step",
-        with_pending_step,
-        lambda backend, handle: backend.steps.record_step(
-            handle.execution_id, handle, "s", result=b"r"
-        ),
-        recorded,
     ),
     "change_priority": Case(
         "ff_change_priority",
@@ -501,4 +470,5 @@ CASES: dict[str, Case] = {
     **FLOW_CASES,
     **LANE_CASES,
     **QUOTA_CASES,
+    **STEP_CASES,
 }

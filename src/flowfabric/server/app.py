@@ -116,14 +116,13 @@ class ServerApp:
         else:
             status = answer.status
             await send_reply(send, answer, headers)
-        seconds = time.perf_counter() - started
+        # As it was sent: a HEAD request is served like a GET.
+        seconds, method = time.perf_counter() - started, scope["method"]
         for observe in self.observers:
-            observe(request.method, template, status, seconds)
+            observe(method, template, status, seconds)
         if access.isEnabledFor(logging.DEBUG):
             extra = {"action": "http_request", "status": status, "request_id": request.request_id}
-            access.debug(
-                "%s %s %d %.1f ms", request.method, template, status, seconds * 1000, extra=extra
-            )
+            access.debug("%s %s %d %.1f ms", method, template, status, seconds * 1000, extra=extra)
 
     async def _answer(
         self, request: Request, match: Match | None, route: Route | None

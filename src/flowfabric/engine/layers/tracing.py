@@ -7,9 +7,10 @@ not imported.
 
 import copy
 import functools
+import inspect
 import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -52,6 +53,8 @@ _SPANS = {
 """The operations that have a span `ff.<operation>`, by noun."""
 _IDS = ("execution_id", "flow_id", "waitpoint_id", "budget_id", "signal_id")
 """Arguments that become attributes; no others do, because they may hold secrets or payloads."""
+_MADE = ("waitpoint_id", "signal_id")
+"""Ids of a result that become attributes: the engine may have made them."""
 
 
 class Tracing:
@@ -191,16 +194,28 @@ def _attributes(args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, An
     for name in _IDS:
         if isinstance(options.get(name), str):
             found.setdefault(f"ff.{name}", str(options[name]))
+    if isinstance(options.get("attempt_index"), int):
+        found["ff.attempt_index"] = options["attempt_index"]
+    amounts = options.get("dimensions", options.get("deltas"))
+    if isinstance(amounts, Sized):
+        found["ff.dimensions"] = len(amounts)
     return found
 
 
 def _traced(method: Method, tracing: Tracing) -> Method:
     name = {"append_frames": "append_frame"}.get(method.__name__, method.__name__)
+    signature = inspect.signature(method)
 
     @functools.wraps(method)
     async def call(*args: Any, **options: Any) -> Any:
-        with tracing.span(f"ff.{name}", _attributes(args, options)):
-            return await method(*args, **options)
+        # By name, because callers may pass ids by position; a wrong call fails below.
+        given = dict(zip(signature.parameters, args, strict=False)) | options
+        with tracing.span(f"ff.{name}", _attributes((), given)) as span:
+            outcome = await method(*args, **options)
+            for made in _MADE:
+                if isinstance(value := getattr(outcome, made, None), str):
+                    span.set_attribute(f"ff.{made}", value)
+            return outcome
 
     return call
 
