@@ -213,7 +213,7 @@ class Listener(uvicorn.Server):
         if late:
             self.force_exit = True
             # First the connections, so that nothing is answered to a request that is cancelled.
-            for connection in cast("set[BoundedProtocol]", self.server_state.connections):
+            for connection in [*cast("set[BoundedProtocol]", self.server_state.connections)]:
                 connection.abort()
             requests = list(self.server_state.tasks)
             for request in requests:
