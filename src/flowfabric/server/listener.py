@@ -6,7 +6,7 @@ import logging
 import resource
 import socket
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -97,9 +97,13 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def drop(self) -> None:
-        """Close at once, whatever is left to send."""
+        """Make room for another connection."""
         self._entered = False
         self._all.leave(self)
+        self.abort()
+
+    def abort(self) -> None:
+        """Close at once, whatever is left to send."""
         self._socket.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -209,8 +213,8 @@ class Listener(uvicorn.Server):
         if late:
             self.force_exit = True
             # First the connections, so that nothing is answered to a request that is cancelled.
-            for connection in list(self.server_state.connections):
-                connection.transport.abort()
+            for connection in [*cast("set[BoundedProtocol]", self.server_state.connections)]:
+                connection.abort()
             requests = list(self.server_state.tasks)
             for request in requests:
                 request.cancel()
