@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin
 
@@ -20,12 +20,19 @@ from tests.support.shapes import EXECUTION, LEAST, UUID
 from tests.support.subjects import Facts, Subjects
 
 WRITES = [name for name, route in PUBLIC.items() if route.method in ("POST", "PUT")]
-NOUNS = {"executions": "execution_id", "flows": "flow_id", "budgets": "budget_id"}
-NOUNS |= {"quotas": "quota_policy_id"}
+NOUNS = {
+    "executions": "execution_id",
+    "flows": "flow_id",
+    "budgets": "budget_id",
+    "quotas": "quota_policy_id",
+}
 FIELDS = {"lane": "lane_id", "instance": "worker_instance_id"}
-OTHERS = {"execution_id": f"{{fp:7}}:{UUID[:-1]}6", "lane_id": "other"}
-OTHERS |= {"worker_id": "other", "worker_instance_id": "other"}
-TOKEN = {"x-ff-waitpoint-token": "$token"}
+OTHERS = {
+    "execution_id": f"{{fp:7}}:{UUID[:-1]}6",
+    "lane_id": "other",
+    "worker_id": "other",
+    "worker_instance_id": "other",
+}
 
 
 def parts(kind: Any) -> tuple[Any, ...]:
@@ -68,7 +75,19 @@ async def subjects(engine: Engine) -> AsyncIterator[Subjects]:
         yield Subjects(engine, http)
 
 
-async def call(subjects: Subjects, name: str, change: Any) -> tuple[Response, Facts]:
+Change = Callable[[Any, Facts], Any]
+
+
+def adding(more: Mapping[str, Any]) -> Change:
+    """Adds fields to a body."""
+
+    def change(body: Any, _: Facts) -> Any:
+        return body | more
+
+    return change
+
+
+async def call(subjects: Subjects, name: str, change: Change) -> tuple[Response, Facts]:
     """The answer to the first row of a route, which succeeds, with a changed body."""
     route, row = PUBLIC[name], ROWS[name][0]
     facts = await subjects.make(row.subject)
@@ -158,7 +177,7 @@ async def test_ids_of_body_and_path_must_agree(subjects: Subjects) -> None:
     for name in REPEATING:
         for field in ids_of(PUBLIC[name]).values():
             other = {field: OTHERS.get(field, UUID)}
-            answer, _ = await call(subjects, name, lambda body, _, other=other: body | other)
+            answer, _ = await call(subjects, name, adding(other))
             text = f"path {field} does not match body {field}"
             assert answer.kind == (400, "invalid_input"), (name, answer.body)
             assert (answer.json["error"], answer.json["detail"]) == (text, text), name
@@ -170,7 +189,7 @@ async def test_now_is_ignored_everywhere(subjects: Subjects, now: Any) -> None:
         if struct_of(PUBLIC[name]) is None or isinstance(ROWS[name][0].body, list):
             continue
         more = {"now": now, "unheard_of": now}
-        answer, _ = await call(subjects, name, lambda body, _, more=more: body | more)
+        answer, _ = await call(subjects, name, adding(more))
         assert answer.status == ROWS[name][0].status, (name, answer.body)
 
 
@@ -197,7 +216,7 @@ async def test_every_u64_ends_at_two_to_the_64th(subjects: Subjects) -> None:
                 (2**63, ""),
             ):
                 given = {field.name: number}
-                answer, _ = await call(subjects, name, lambda body, _, given=given: body | given)
+                answer, _ = await call(subjects, name, adding(given))
                 said = (name, given, answer.body)
                 if problem:
                     assert answer.kind == (422, "invalid_input"), said
@@ -234,7 +253,7 @@ DECIDED = [
 async def test_rules_decide_on_the_largest_numbers(
     subjects: Subjects, name: str, change: dict[str, Any], kind: tuple[int, str]
 ) -> None:
-    answer, _ = await call(subjects, name, lambda body, _: body | change)
+    answer, _ = await call(subjects, name, adding(change))
     assert answer.kind == kind, answer.body
 
 
@@ -281,10 +300,10 @@ async def test_the_time_of_a_signal_is_signed(subjects: Subjects, created_at: in
             "/v1/callbacks/executions/{id}/waitpoints/{waitpoint_id}",
         )
     ):
-        answer, _ = await call(subjects, name, lambda body, _: body | {"created_at": created_at})
+        answer, _ = await call(subjects, name, adding({"created_at": created_at}))
         assert answer.status == 200, answer.body
         over = {"created_at": 2**63}
-        answer, _ = await call(subjects, name, lambda body, _, over=over: body | over)
+        answer, _ = await call(subjects, name, adding(over))
         assert answer.kind == (422, "invalid_input")
 
 
@@ -385,7 +404,7 @@ async def test_bytes_are_given_in_one_form(subjects: Subjects, numbers: list[int
 
     for name, field in BOTH:
         both = {field: numbers, f"{field}_b64": "YQ=="}
-        answer, _ = await call(subjects, name, lambda body, _, both=both: body | both)
+        answer, _ = await call(subjects, name, adding(both))
         assert answer.kind == (400, "invalid_input"), name
         assert answer.json["detail"] == detail(field), name
     node = {"key": "n", "execution_kind": "x", "input_payload": numbers, "input_payload_b64": ""}

@@ -127,10 +127,9 @@ def _policy(value: Any) -> PolicyObject:
 _JSON_TYPES = {dict: "object", list: "array", type(None): "null"}
 
 
-def _expect(value: Any, kind: type) -> None:
-    given = cast("type[Any]", type(value))
-    if given is not kind:
-        found = _JSON_TYPES.get(given, given.__name__)
+def _expect(value: object, kind: type) -> None:
+    if type(value) is not kind:
+        found = _JSON_TYPES.get(type(value), type(value).__name__)
         raise ValueError(f"expected {kind.__name__}, got {found}")
 
 
