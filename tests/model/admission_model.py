@@ -42,7 +42,7 @@ class QuotaModel:
             return "admitted", None
         if self.rate and len(self.window) >= self.rate:
             return "rate", min(self.window.values()) + WINDOW_MS
-        if self.cap and len(self.slots) >= self.cap:
+        if self.cap and len(self.slots - {execution_id}) >= self.cap:
             return "concurrency", None
         self.window[execution_id] = now
         if self.cap:
@@ -111,30 +111,13 @@ class Limits:
                 run.hold("waiting_for_budget", closed)
                 continue
             if run.quota is not None:
-                known = run.execution_id in self.owed
-                verdict, retry = self._admit(run, now, known=known)
+                verdict, retry = self.quotas[run.quota].admit(run.execution_id, now)
                 if verdict != "admitted":
                     run.hold("waiting_for_quota", run.quota, retry)
                     continue
             run.state = "active"
             taken.append(run.execution_id)
         return taken
-
-    def _admit(self, run: LimitedRun, now: int, *, known: bool) -> tuple[str, int | None]:
-        """A slot that an earlier run did not give back yet serves the next one."""
-        assert run.quota is not None
-        quota = self.quotas[run.quota]
-        quota.trim(now)
-        held = run.execution_id in quota.window and (
-            run.execution_id in quota.slots or not quota.cap
-        )
-        if known and held:
-            self.owed.remove(run.execution_id)
-            return "admitted", None
-        verdict = quota.admit(run.execution_id, now)
-        if known and verdict[0] == "admitted":
-            self.owed.remove(run.execution_id)
-        return verdict
 
     def leave(self, run: LimitedRun, state: str, now: int, *, crash: bool) -> None:
         was_active = run.state == "active"
@@ -153,7 +136,8 @@ class Limits:
             by_policy.setdefault(self.runs[each].quota or "", []).append(each)
         for policy, members in by_policy.items():
             quota = self.quotas[policy]
-            freed = quota.slots & set(members)
+            # A slot that a later run took over stays.
+            freed = quota.slots & {each for each in members if self.runs[each].state != "active"}
             quota.slots -= freed
             if freed:
                 self.open_quota(policy, now)

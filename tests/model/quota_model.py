@@ -27,6 +27,8 @@ class QuotaModel:
     """When each execution was last admitted."""
     guards: dict[str, str] = field(default_factory=dict[str, str])
     """The request that admitted it, unless released; or that another call relies on it."""
+    before: dict[str, int | None] = field(default_factory=dict[str, "int | None"])
+    """The time in the window that its admission replaced."""
     slots: dict[str, Slot] = field(default_factory=dict[str, Slot])
     starts: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     """Every admission that a call recorded and nobody undid."""
@@ -63,6 +65,7 @@ class QuotaModel:
             return "rate"
         if self.cap and len(held.keys() - {name}) >= self.cap:
             return "concurrency"
+        self.before[name] = self.entries.get(name)
         if guard is None:
             self.entries[name] = self.now
             self.starts.append((self.now, name))
@@ -95,8 +98,11 @@ class QuotaModel:
         if name in self.slots and self.slots[name].ends_at is not None:
             # The slot of a claimed execution belongs to its run.
             del self.slots[name]
-        at = self.entries.pop(name, None)
-        self.starts = [start for start in self.starts if start != (at, name)]
+        at, before = self.entries.pop(name, None), self.before[name]
+        if before is not None and before > self.now - self.window_ms:
+            self.entries[name] = before
+        if at != before:
+            self.starts = [start for start in self.starts if start != (at, name)]
 
     def reconcile(self, active: set[str]) -> None:
         for name, slot in list(self.slots.items()):
