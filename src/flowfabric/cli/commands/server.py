@@ -27,6 +27,7 @@ from flowfabric.server.process import ServerProcess
 
 log = logging.getLogger(__name__)
 
+
 def check_settings() -> ServerConfig:
     """The settings of a server; a bad one is a `ConfigError` that names it."""
     config = ServerConfig.from_env()
