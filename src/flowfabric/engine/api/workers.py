@@ -151,10 +151,13 @@ class Workers(Concern, Protocol):
         namespace: str = "default",
         namespaces: Iterable[str] = (),
         only_if_absent: bool = False,
+        start_id: str | None = None,
     ) -> Registration:
         """Register a worker process, or refresh its registration.
 
-        It serves its own namespace, or `namespaces`; `*` stands for all.
+        It serves its own namespace, or `namespaces`; `*` stands for all. `only_if_absent` refuses a
+        process whose instance id is alive. `start_id` tells a repeat by the same process from
+        another one; without it, all calls of this backend come from one process.
         """
         ...
 
@@ -175,7 +178,8 @@ class Workers(Concern, Protocol):
         """Remove a worker process from the registry.
 
         Its leases stay until they expire, unless they are revoked too: other workers then continue
-        the executions at once.
+        the executions at once. Revoked are the leases of the namespaces that it served, or only of
+        `namespace` if it was removed before.
         """
         ...
 
@@ -185,7 +189,11 @@ class Workers(Concern, Protocol):
         namespace: str = "default",
         timeout_ms: int = DRAIN_TIMEOUT_MS,
     ) -> Draining | NotRegistered:
-        """Give a worker process no more work; leases it holds after the timeout are revoked."""
+        """Give a worker process no more work; leases it holds after the timeout are revoked.
+
+        This concerns the namespaces that it serves: a process of another namespace with the same
+        instance id works on.
+        """
         ...
 
     async def list_worker_leases(

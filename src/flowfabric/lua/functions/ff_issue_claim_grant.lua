@@ -8,7 +8,7 @@
 --   capability_mismatch, invalid_input (lane_mismatch). Events: none.
 granting.register_function('ff_issue_claim_grant', record.checked, function(c, id, rec, args)
   if not S.is_runnable(rec.state) or not S.is_eligible(rec.state)
-      or c:is_closed(rec.lane_id) or workers.is_draining(c, record.instance_of(args[3])) then
+      or c:is_closed(rec.lane_id) or workers.is_drained(c, args[3], rec) then
     return reply.err('execution_not_eligible')
   end
   reply.stop_with(granting.repeated(c, id, rec, args[6]))
