@@ -82,6 +82,17 @@ async def test_reclaiming(http: Http, engine: Engine) -> None:
     assert (await http.post(path, body)).kind == (409, "grant_already_exists")
     missing = await http.post(f"/v1/executions/{UNKNOWN}/reclaim", body)
     assert missing.kind == (404, "execution_not_found")
+    # As for claims, all of the request is checked first.
+    for change, names in (
+        ({"worker_id": "a b", "lane_id": ""}, "worker_id"),
+        ({"worker_instance_id": "", "lane_id": ""}, "worker_instance_id"),
+        ({"lane_id": "", "grant_ttl_ms": 0}, "lane_id"),
+        ({"grant_ttl_ms": 0, "worker_capabilities": ["a,b"]}, "grant_ttl_ms"),
+        ({"worker_capabilities": ["a,b"]}, "worker:"),
+    ):
+        answer = await http.post(f"/v1/executions/{UNKNOWN}/reclaim", body | change)
+        assert answer.status == 400
+        assert answer.json["detail"].startswith(names)
 
 
 async def test_blocking_by_an_operator(http: Http, engine: Engine) -> None:

@@ -61,6 +61,12 @@ class LaneHints:
         """Hint at a partition where work was seen or announced."""
         self.hinted.setdefault(tag)
 
+    def take_hints(self) -> list[str]:
+        """All hints, which are forgotten."""
+        hinted = list(self.hinted)
+        self.hinted.clear()
+        return hinted
+
     def visited(self, tag: str, *, more: bool) -> None:
         """Drop a visited partition, or move it behind the others if work remains there."""
         self.hinted.pop(tag, None)
