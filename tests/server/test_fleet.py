@@ -128,6 +128,25 @@ async def test_lanes(http: Http) -> None:
     assert (await http.get("/v1/lanes/%00")).kind == (400, "invalid_input")
 
 
+async def test_workers_of_all_namespaces_in_pages(http: Http, engine: Engine) -> None:
+    """Workers of several namespaces may have the same instance id."""
+    places = [("other", "a"), *(("same", each) for each in ("a", "b", "c")), ("z", "b")]
+    for instance, namespace in places:
+        await engine.backend.workers.register_worker(
+            worker_id="w", worker_instance_id=instance, lanes=["default"], namespace=namespace
+        )
+    found: list[tuple[str, str]] = []
+    cursor = ""
+    while cursor is not None:
+        page = (await http.get(f"/v1/workers?limit=2&cursor={cursor}")).json
+        found += [(row["worker_instance_id"], row["namespace"]) for row in page["workers"]]
+        cursor = page["next_cursor"]
+    assert found == places
+    assert (await http.get("/v1/workers?cursor=!")).kind == (400, "invalid_cursor")
+    plain = await engine.backend.workers.list_workers(None, after="same")
+    assert [entry.worker_instance_id for entry in plain] == ["z"]
+
+
 async def test_workers_and_expired_leases(http: Http, engine: Engine) -> None:
     for instance in ("w-1", "w-2"):
         await engine.backend.workers.register_worker(

@@ -43,6 +43,8 @@ _REGISTERED: dict[bytes, Registration] = {b"registered": "registered", b"refresh
 _MARKED: dict[bytes, Removal] = {b"marked": "marked", b"not_registered": "not_registered"}
 _LANE_SEPARATOR = "\x1f"
 """Lane names may contain commas but no control characters."""
+_LAST_NAMESPACE = "\x7f"
+"""Sorts after every namespace."""
 _REASON_BYTES = 256
 _FAN_OUT = 16
 _MAX_PAGE = 10_000
@@ -255,9 +257,11 @@ class ValkeyWorkers(Workers):
         check.text(after, "after")
         limit = check.MAX_EXACT if limit is None else check.whole(limit, "limit")
         namespaces = await self._places.namespaces_in_use() if namespace is None else [namespace]
-        listed = sorted(
-            [pair for each in namespaces for pair in await self._instances(each, after)]
-        )
+        instance, _, last = after.partition(" ")
+        # Without a namespace, all entries of this instance are before the page.
+        start = (instance, last or _LAST_NAMESPACE)
+        pairs = [pair for each in namespaces for pair in await self._instances(each)]
+        listed = sorted(pair for pair in pairs if pair > start)
         found, _ = await Damage("list_workers").first(
             max(0, limit), listed, lambda each: self._worker(*each)
         )
@@ -280,10 +284,10 @@ class ValkeyWorkers(Workers):
             each: stored.parsed(each, partial(_drain, namespace, each)) for each in stored.fields
         }
 
-    async def _instances(self, namespace: str, after: str) -> list[tuple[str, str]]:
+    async def _instances(self, namespace: str) -> list[tuple[str, str]]:
         index = keys.workers(_tag(namespace))
         members = await self._calls.read(f"namespace {namespace}: workers", "HKEYS", index)
-        return [(name, namespace) for name in map(lossless, members) if name > after]
+        return [(name, namespace) for name in map(lossless, members)]
 
     async def _worker(self, instance: str, namespace: str) -> WorkerEntry | None:
         context = f"worker {shown(instance)}"
