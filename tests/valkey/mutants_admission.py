@@ -104,7 +104,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "grants what needs admission",
         "functions/ff_issue_claim_grant.lua",
-        "if admission.is_needed(rec) and args[12] ~= '1' then",
+        "if not lost and admission.is_needed(rec) and args[12] ~= '1' then",
         "if false then",
         test_grant_admission.test_only_admission_grants_limited_work,
     ),
