@@ -180,6 +180,10 @@ async def claim(engine: Engine) -> Given:
     return {"grant": held_grant, **WORKER, "lease_ttl_ms": TTL}
 
 
+async def unused(engine: Engine) -> Given:
+    return {"grant": await grant(engine, await engine.create())}
+
+
 async def resumed(engine: Engine) -> Given:
     handle = await paused(engine)
     return {"grant": await grant(engine, handle.execution_id), **WORKER, "lease_ttl_ms": TTL}
@@ -348,6 +352,7 @@ CALLS: Mapping[str, Call] = {
     "claim_from_resume_grant": resume_grant,
     "claim_many": many,
     "claim_resumed_execution": resumed,
+    "release_grant": unused,
     "close_waitpoint": waiting(),
     "complete": held(result_payload=b"r", result_encoding="json"),
     "complete_and_claim": fused,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from flowfabric.core.capabilities import log_digest
 from flowfabric.core.contracts.leases import Claim, ResumeGrant
 from flowfabric.core.ids import ExecutionId
 from tests.support.engine import TTL, Engine, refused, untouched
@@ -154,3 +155,41 @@ async def test_a_paused_lane_resumes_nothing(engine: Engine) -> None:
             engine.backend.claims.claim_resumed_execution(held, **WORKER, lease_ttl_ms=TTL),
             "execution_not_leaseable",
         )
+
+
+async def test_a_grant_that_is_returned_is_free_for_others(engine: Engine) -> None:
+    claims = engine.backend.claims
+    execution_id = await engine.create()
+    held = await grant(engine, execution_id)
+    async with untouched(engine):
+        await claims.release_grant(a_grant(execution_id))
+    await claims.release_grant(held)
+    async with untouched(engine):
+        await claims.release_grant(held)
+    await refused(claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL), "invalid_claim_grant")
+    assert [claim.execution_id for claim in await engine.claim_all()] == [execution_id]
+    await refused(claims.release_grant(a_grant(engine.new_id())), "execution_not_found")
+
+
+async def test_a_worker_that_lacks_capabilities_is_logged(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    needs = {"routing_requirements": {"required_capabilities": ["cuda", "gpu"]}}
+    execution_id = await engine.create(policy=needs)
+    with caplog.at_level("INFO", "flowfabric"):
+        await refused(
+            engine.backend.claims.issue_claim_grant(
+                execution_id, **WORKER, worker_capabilities=["gpu"]
+            ),
+            "capability_mismatch",
+        )
+    (record,) = [r for r in caplog.records if getattr(r, "action", "") == "capability_mismatch"]
+    assert {
+        name: getattr(record, name)
+        for name in ("execution_id", "worker_id", "worker_caps_hash", "required")
+    } == {
+        "execution_id": execution_id,
+        "worker_id": "w",
+        "worker_caps_hash": log_digest("gpu"),
+        "required": "cuda",
+    }

@@ -83,7 +83,7 @@ async def test_scans_show_one_namespace_or_all(engine: Engine) -> None:
     made = await fill(engine, "default", default=2, acme=2)
     scan = engine.backend.claims.scan_eligible_executions
     tag = engine.new_id().tag
-    assert await scan("default", tag, 10, namespace="acme") == made["acme"]
+    assert await scan("default", tag, 10, namespaces=["acme"]) == made["acme"]
     assert await scan("default", tag, 10) == [*made["default"], *made["acme"]]
     first = await scan("default", tag, 3, ())
     assert await scan("default", tag, 3, ()) != first

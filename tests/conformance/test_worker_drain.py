@@ -6,13 +6,23 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core.contracts.leases import Granted
+from flowfabric.core.contracts.leases import Claim, Granted, NotReclaimable
 from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.api.workers import Draining, NotRegistered
 from tests.support.engine import LANE, TTL, Engine, refused, untouched
+from tests.support.leases import paused
 
-W1: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1", "lanes": [LANE]}
+W1: dict[str, Any] = {
+    "worker_id": "w",
+    "worker_instance_id": "w-1",
+    "lanes": [LANE],
+    "namespaces": ["*"],
+}
 PAIR: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1"}
+
+
+def serving(namespaces: list[str]) -> dict[str, Any]:
+    return W1 | {"namespaces": namespaces}
 
 
 async def test_a_draining_worker_gets_nothing_more(engine: Engine) -> None:
@@ -97,6 +107,105 @@ async def test_a_drain_is_validated(engine: Engine, bad: dict[str, Any]) -> None
     given: dict[str, Any] = {"worker_instance_id": "w-1"} | bad
     async with untouched(engine):
         await refused(engine.backend.workers.drain_worker(**given), "invalid_input")
+
+
+# --- namesakes --------------------------------------------------------------------------
+
+
+async def namesakes(engine: Engine) -> dict[str, Any]:
+    """A process "same" in two namespaces, each with a lease and work that waits."""
+    held: dict[str, Any] = {}
+    for namespace in ("a", "b"):
+        await engine.backend.workers.register_worker(
+            worker_id="w", worker_instance_id="same", lanes=[LANE], namespace=namespace
+        )
+        await engine.create(namespace=namespace)
+        held[namespace] = (await engine.claim(instance="same", namespaces=[namespace])).handle
+        await engine.create(namespace=namespace)
+    return held
+
+
+async def owner(engine: Engine, execution_id: Any) -> str:
+    info = await engine.backend.reads.read_execution_info(execution_id)
+    return info.state_vector.ownership_state.value
+
+
+async def test_a_drain_concerns_the_namespaces_that_the_worker_serves(engine: Engine) -> None:
+    backend = engine.backend
+    held = await namesakes(engine)
+    tag = held["a"].execution_id.tag
+    assert await backend.workers.drain_worker("same", "a") == Draining(1)
+    want = engine.want(instance="same", namespaces=["a"])
+    claimed = await backend.claims.claim_many(want, tag, 5)
+    assert (claimed.claims, claimed.draining) == ([], True)
+    # A process that serves all namespaces and has the same name gets the work of the others.
+    both = await backend.claims.claim_many(engine.want(instance="same"), tag, 5)
+    assert [claim.namespace for claim in both.claims] == ["b"]
+    assert not both.draining
+    waiting = await engine.create(namespace="b")
+    mine: dict[str, Any] = PAIR | {"worker_instance_id": "same"}
+    assert (await backend.claims.issue_claim_grant(waiting, **mine)).execution_id == waiting
+    (entry,) = await backend.workers.list_workers("b")
+    assert not entry.draining
+    # Both at once: each is drained on its own, and the end of one leaves the other.
+    await backend.workers.drain_worker("same", "b")
+    await backend.workers.mark_worker_dead("same", "a")
+    want = engine.want(instance="same", namespaces=["b"])
+    assert (await backend.claims.claim_many(want, tag, 5)).draining
+    want = engine.want(instance="same", namespaces=["a"])
+    assert len((await backend.claims.claim_many(want, tag, 5)).claims) == 1
+
+
+async def test_leases_of_a_namesake_are_not_revoked(engine: Engine) -> None:
+    backend = engine.backend
+    held = await namesakes(engine)
+    for outcome in ("marked", "not_registered"):
+        found = await backend.workers.mark_worker_dead("same", "a", revoke_leases=True)
+        assert found == outcome
+        assert await owner(engine, held["a"].execution_id) == "lease_revoked"
+        assert await owner(engine, held["b"].execution_id) == "leased"
+
+
+async def test_a_dead_worker_of_several_namespaces_loses_all_its_leases(engine: Engine) -> None:
+    backend = engine.backend
+    await backend.workers.register_worker(**serving(["a", "b"]))
+    ids = [(await engine.running(namespace=name)).execution_id for name in ("a", "b", "c")]
+    await backend.workers.mark_worker_dead("w-1", revoke_leases=True)
+    states = [await owner(engine, each) for each in ids]
+    assert states == ["lease_revoked", "lease_revoked", "leased"]
+
+
+async def test_a_draining_worker_that_serves_more_gets_nothing_of_it(engine: Engine) -> None:
+    backend = engine.backend
+    await backend.workers.register_worker(**serving(["a"]))
+    await backend.workers.drain_worker("w-1")
+    await backend.workers.register_worker(**serving(["a", "b"]))
+    (drain,) = await backend.upkeep.list_drains()
+    assert drain.namespaces == ("a", "b")
+
+
+async def test_a_grant_that_a_draining_worker_holds_is_of_no_use(engine: Engine) -> None:
+    """Claims by this process answer nothing, whatever way they take."""
+    backend = engine.backend
+    await backend.workers.register_worker(**W1)
+    lost = await engine.running()
+    await backend.leases.revoke_lease(lost.execution_id)
+    reclaim = await backend.claims.issue_reclaim_grant(lost.execution_id, **PAIR)
+    assert isinstance(reclaim, Granted)
+    grant = await backend.claims.issue_claim_grant(await engine.create(), **PAIR)
+    resumable = (await paused(engine, lane="second")).execution_id
+    resume = await backend.claims.issue_claim_grant(resumable, **PAIR)
+    await backend.workers.drain_worker("w-1")
+    using: dict[str, Any] = PAIR | {"lease_ttl_ms": TTL}
+    resumed = backend.claims.claim_resumed_execution(resume, **using)
+    await refused(backend.claims.claim_execution(grant, **using), "execution_not_leaseable")
+    await refused(resumed, "execution_not_leaseable")
+    refusal = await backend.claims.reclaim_execution(reclaim.grant, **using)
+    assert isinstance(refusal, NotReclaimable)
+    await backend.workers.mark_worker_dead("w-1")
+    await backend.claims.claim_execution(grant, **using)
+    taken = await backend.claims.reclaim_execution(reclaim.grant, **using)
+    assert isinstance(taken, Claim)
 
 
 # --- leases -----------------------------------------------------------------------------

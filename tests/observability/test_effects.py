@@ -8,8 +8,9 @@ from flowfabric.core.contracts.flows import AnyOf, Quorum
 from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.metrics import Meter
 from flowfabric.engine.valkey.effects import count_effects
-from tests.support.engine import Engine
+from tests.support.engine import TTL, Engine
 from tests.support.flows import drained, set_units, submitted, without_followups
+from tests.support.leases import WORKER, grant
 from tests.support.suspension import GO, Waits
 
 WAITED = "ff_claim_wait_seconds"
@@ -49,6 +50,16 @@ async def test_how_long_executions_waited_for_a_claim(
     await clock.advance(500)
     await engine.claim_all(lane="mails")
     assert seconds(meter, WAITED, "mails") == (2, 2.5)
+
+
+async def test_how_long_an_execution_waited_for_a_claim_by_grant(
+    engine: Engine, meter: Meter, clock: FrozenClock
+) -> None:
+    execution_id = await engine.create(lane="mails")
+    await clock.advance(1500)
+    held = await grant(engine, execution_id)
+    await engine.backend.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL)
+    assert seconds(meter, WAITED, "mails") == (1, 1.5)
 
 
 async def test_a_retry_waits_from_when_it_is_due(

@@ -241,7 +241,7 @@ async def test_what_only_the_store_can_do(backend: ValkeyBackend) -> None:
                 assert caught.value.op == op
             supports = remote.meta.capabilities().supports
             assert supports["cancel_execution"]
-            assert not supports["claim_for_worker"]
+            assert supports["claim_for_worker"]
             with pytest.raises(UnavailableError):
                 remote.wakeups.listen(["default"])
 

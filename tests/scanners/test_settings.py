@@ -29,7 +29,6 @@ def test_the_intervals_of_the_specification() -> None:
         "quota_reconciler": 30.0,
         "budget_reset": 15.0,
         "budget_reconciler": 30.0,
-        "route_unblocker": 5.0,
         "unblock": 5.0,
         "worker_sweeper": 30.0,
         "worker_drain": 5.0,

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Awaitable
 from typing import Any
 
 import pytest
 
 from flowfabric.core.contracts.leases import ClaimGrant
-from flowfabric.core.errors import CorruptionError, ValidationError
+from flowfabric.core.errors import ContentionError, CorruptionError, ValidationError
 from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.http.address import ServerAddress
+from flowfabric.engine.http.backend import HttpBackend
 from flowfabric.scheduler.grants import NoWork, WorkerGrants
+from flowfabric.scheduler.permits import WorkerAtCapacity
 from tests.sdk.conftest import MakeWorker
-from tests.support.engine import Engine
+from tests.server.conftest import serving
+from tests.support.engine import TTL, Engine
 from tests.support.sdk import submit
 
 GPU = {"routing_requirements": {"required_capabilities": ["gpu"]}}
@@ -64,10 +70,10 @@ async def test_only_of_its_namespace_or_of_all_in_turn(engine: Engine) -> None:
     noisy = sorted(await submit(engine.backend, 5, namespace="noisy"))
     (quiet,) = await submit(engine.backend, namespace="quiet")
     grants = WorkerGrants(engine.backend)
-    assert await granted(grants, namespace="noisy") == noisy[0]
-    assert await grants.claim_for_worker("default", "w", "w-1", namespace="none") == NoWork()
+    assert await granted(grants, namespaces=["noisy"]) == noisy[0]
+    assert await grants.claim_for_worker("default", "w", "w-1", namespaces=["none"]) == NoWork()
     with pytest.raises(ValidationError, match="namespace"):
-        await grants.claim_for_worker("default", "w", "w-1", namespace="a:b")
+        await grants.claim_for_worker("default", "w", "w-1", namespaces=["a:b"])
     found = [await granted(grants) for _ in range(6)]
     assert set(found[:3]) == {plain, noisy[1], quiet}
     assert found[3:] == noisy[2:]
@@ -108,6 +114,114 @@ async def test_a_damaged_partition_hides_no_other(engine: Engine) -> None:
     assert await granted(grants) == good
     with pytest.raises(CorruptionError):
         await grants.claim_for_worker("default", "w", "w-1")
+
+
+async def test_claiming_via_a_server(engine: Engine, make_worker: MakeWorker) -> None:
+    worker = await make_worker(namespaces=["a", "b"], capabilities=["gpu"])
+    async with serving(engine) as http:
+        host, port = http.address
+        address = ServerAddress(host=host, port=port)
+        async with await HttpBackend.connect(address) as server:
+            assert await worker.claim_via_server(server, "default") is None
+            await submit(engine.backend, namespace="c")
+            (wanted,) = await submit(engine.backend, namespace="b", policy=GPU)
+            task = await worker.claim_via_server(server, "default", grant_ttl_ms=2_000)
+            assert task is not None
+            assert task.execution_id == wanted
+            (left,) = await submit(engine.backend, namespace="a")
+            with pytest.raises(WorkerAtCapacity):
+                await worker.claim_via_server(server, "default")
+            await task.complete()
+            # Nothing was reserved while there was no permit.
+            task = await worker.claim_via_server(server, "default")
+            assert task is not None
+            assert task.execution_id == left
+            await task.complete()
+
+
+@pytest.mark.corrupts
+async def test_a_damaged_record_hides_none_after_it(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged, *good = sorted(await submit(engine.backend, 3))
+    await engine.backend.transport.call(
+        "HSET", f"ff:exec:{damaged.tag}:{damaged}:core", "created_at", "soon"
+    )
+    grants = WorkerGrants(engine.backend)
+    assert [await granted(grants) for _ in good] == good
+    assert await grants.claim_for_worker("default", "w", "w-1") == NoWork()
+    skipped = [r for r in caplog.records if getattr(r, "action", "") == "candidate_skipped"]
+    assert {getattr(record, "execution_id", "") for record in skipped} == {damaged}
+
+
+async def calls_of(engine: Engine, work: Awaitable[object]) -> int:
+    """How many functions the store runs for some work."""
+
+    async def count() -> int:
+        stats: Any = await engine.backend.transport.call("INFO", "commandstats")
+        found = re.search(rb"cmdstat_fcall:calls=(\d+)", stats)
+        return 0 if found is None else int(found[1])
+
+    before = await count()
+    await work
+    return await count() - before
+
+
+async def test_a_paused_lane_costs_one_call(engine: Engine) -> None:
+    await submit(engine.backend, 40)
+    grants = WorkerGrants(engine.backend)
+    await engine.backend.lanes.set_lane_state("default", "paused")
+    assert await calls_of(engine, grants.claim_for_worker("default", "w", "w-1")) == 1
+    await engine.backend.lanes.set_lane_state("default", "active")
+    await granted(grants)
+
+
+async def test_a_draining_worker_costs_one_call_per_namespace(engine: Engine) -> None:
+    """Its namesakes in other namespaces may get the rest."""
+    await engine.backend.workers.register_worker(
+        worker_id="w", worker_instance_id="w-1", lanes=["default"], namespaces=["a", "b"]
+    )
+    await engine.backend.workers.drain_worker("w-1")
+    for namespace in ("a", "b", "c"):
+        await submit(engine.backend, 1, namespace=namespace)
+    grants = WorkerGrants(engine.backend)
+    found = await granted(grants)
+    assert await engine.backend.reads.get_execution_namespace(found) == "c"
+    assert await grants.claim_for_worker("default", "w", "w-1") == NoWork()
+
+
+async def test_work_that_was_lost_is_reserved_too(engine: Engine, make_worker: MakeWorker) -> None:
+    """03 D7: claim cycles serve it first-class, in the order of the lane."""
+    lost = (await engine.running()).execution_id
+    (later,) = await submit(engine.backend)
+    await engine.backend.leases.revoke_lease(lost)
+    grants = WorkerGrants(engine.backend)
+    grant = await grants.claim_for_worker("default", "w", "v-1")
+    assert isinstance(grant, ClaimGrant)
+    assert grant.execution_id == lost
+    assert await granted(grants) == later
+    assert await grants.claim_for_worker("default", "w", "w-1") == NoWork()
+    worker = await make_worker(worker_id="w", worker_instance_id="v-1")
+    task = await worker.claim_from_grant("default", grant)
+    assert (task.execution_id, task.handle.kind) == (lost, "reclaimed")
+    await task.complete()
+    with pytest.raises(ContentionError, match="execution_not_leaseable"):
+        await worker.claim_from_grant("default", grant)
+
+
+async def test_lost_work_in_its_grace_period_or_at_its_cap_is_not_reserved(engine: Engine) -> None:
+    await engine.backend.lanes.set_lane_config("default", reclaim_grace_ms=60_000)
+    handle = await engine.running(policy={"max_reclaim_count": 0})
+    await engine.advance(TTL + 1)
+    await engine.backend.upkeep.mark_lease_expired_if_due(
+        handle.execution_id.tag, [handle.execution_id]
+    )
+    grants = WorkerGrants(engine.backend)
+    for waited_ms, expected in ((0, "active"), (60_000, "failed")):
+        await engine.advance(waited_ms)
+        assert await grants.claim_for_worker("default", "w", "w-1") == NoWork()
+        state = await engine.backend.reads.read_execution_state(handle.execution_id)
+        assert state.value == expected
 
 
 @pytest.mark.parametrize(

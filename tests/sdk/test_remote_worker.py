@@ -91,7 +91,7 @@ async def test_it_is_registered_and_leaves(engine: Engine, make_remote: MakeRemo
     (entry,) = await engine.backend.workers.list_workers("default")
     assert (entry.worker_id, entry.capabilities) == ("pool", ("gpu",))
     with pytest.raises(ConfigError, match="in use"):
-        await make_remote(worker_instance_id="one")
+        await make_remote(worker_id="pool", worker_instance_id="one")
     await worker.aclose()
     assert await engine.backend.workers.list_workers("default") == []
 

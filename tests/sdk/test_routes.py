@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from flowfabric.core.state import EligibilityState
+from flowfabric.scanners import ScannerFilter
+from flowfabric.scanners.base import ScanResult
 from flowfabric.sdk.client import Client
 from tests.sdk.conftest import MakeWorker
 from tests.support.engine import Engine
@@ -25,13 +27,54 @@ async def test_it_is_let_go_at_once(engine: Engine, make_worker: MakeWorker, by:
     if by == "registration":
         await make_worker(capabilities=["gpu"])
     else:
-        await idle(engine).scan_once("route_unblocker")
+        await idle(engine).scan_once("unblock")
 
     async def waits() -> bool:
         state = (await engine.vector(execution_id)).eligibility_state
         return state is EligibilityState.ELIGIBLE_NOW
 
     await until(waits, "the release")
+
+
+async def test_a_filtered_scanner_lets_its_own_go(engine: Engine) -> None:
+    made: dict[str, Any] = {}
+    for namespace in ("acme", "other"):
+        await engine.backend.workers.register_worker(
+            worker_id="w",
+            worker_instance_id=namespace,
+            lanes=["default"],
+            capabilities=["gpu"],
+            namespace=namespace,
+        )
+        (made[namespace],) = await submit(engine.backend, policy=GPU, namespace=namespace)
+        await engine.backend.claims.block_route(made[namespace])
+    scanners = idle(engine, accept=ScannerFilter(namespace="acme"))
+    assert await scanners.scan_once("unblock") == ScanResult(processed=1)
+    states = [(await engine.vector(each)).eligibility_state for each in made.values()]
+    assert states == [EligibilityState.ELIGIBLE_NOW, EligibilityState.BLOCKED_BY_ROUTE]
+
+
+async def test_a_draining_worker_is_none_that_could_start_it(
+    engine: Engine, make_worker: MakeWorker
+) -> None:
+    client = Client(engine.backend)
+    await make_worker(worker_instance_id="one", capabilities=["gpu"])
+    (plain,) = await submit(engine.backend)
+    (gpu,) = await submit(engine.backend, policy=GPU)
+    await engine.backend.claims.block_route(gpu)
+    await engine.backend.workers.drain_worker("one")
+    await idle(engine).scan_once("unblock")
+    assert (await engine.vector(gpu)).eligibility_state is EligibilityState.BLOCKED_BY_ROUTE
+    for execution_id, offers in ((plain, ""), (gpu, " and offers gpu")):
+        text = str(await client.explain(execution_id))
+        assert f"one is draining, and no live worker serves lane default{offers}" in text
+    why = await engine.backend.reads.explain_execution(gpu)
+    assert why.blocking_reason == "waiting_for_capable_worker"
+    assert (why.able_workers, why.in_lane, why.live_workers) == ((), 0, 0)
+    # Its signature waits for a capable worker, whatever the record says.
+    (other,) = await submit(engine.backend, policy=GPU)
+    why = await engine.backend.reads.explain_execution(other)
+    assert why.blocking_reason == "waiting_for_capable_worker"
 
 
 async def test_explanations_name_the_way_out(engine: Engine, make_worker: MakeWorker) -> None:

@@ -193,6 +193,31 @@ async def test_executions_and_flows_of_other_namespaces_are_not_found(
     assert await engine.backend.reads.read_execution_state(theirs) == "waiting"
 
 
+async def test_leases_of_other_namespaces_are_not_revoked(engine: Engine, tmp_path: Path) -> None:
+    """Instance ids are often guessable, such as the names of pods."""
+    for namespace in ("ours", "theirs"):
+        await engine.create(namespace=namespace)
+    held = [(await engine.claim(namespaces=[name])).handle for name in ("ours", "theirs")]
+    token, stored = new_token("ours", ["operate", "remote"], ["ours"])
+    write_tokens(tmp_path / "tokens", [stored])
+    async with serving(engine, tokens_file=tmp_path / "tokens") as http:
+        ours = http.with_token(token)
+        dead = await ours.post("/v1/workers/w-1/dead?namespace=ours", {"revoke_leases": True})
+        assert (dead.status, dead.json) == (200, "NotRegistered")
+        named = {"worker_instance_id": "w-1", "namespace": "ours", "revoke_leases": True}
+        dead = await ours.post("/v1/engine/workers/mark_worker_dead", named)
+        assert dead.status == 200, dead.body
+        # Registering a namesake there is no way around it.
+        other = {"worker_id": "w", "worker_instance_id": "w-1", "lanes": ["default"]}
+        for name in ("theirs", "*"):
+            given = other | {"namespace": "ours", "namespaces": [name]}
+            answer = await ours.post("/v1/engine/workers/register_worker", given)
+            assert answer.status in (403, 404), answer.body
+    for handle, expected in zip(held, ("lease_revoked", "leased"), strict=True):
+        info = await engine.backend.reads.read_execution_info(handle.execution_id)
+        assert info.state_vector.ownership_state.value == expected
+
+
 SHARED = {
     "POST /v1/budgets",
     *(f"PUT {B}", f"DELETE {B}", f"POST {B}/usage", f"POST {B}/reset"),

@@ -82,6 +82,17 @@ async def test_reclaiming(http: Http, engine: Engine) -> None:
     assert (await http.post(path, body)).kind == (409, "grant_already_exists")
     missing = await http.post(f"/v1/executions/{UNKNOWN}/reclaim", body)
     assert missing.kind == (404, "execution_not_found")
+    # As for claims, all of the request is checked first.
+    for change, names in (
+        ({"worker_id": "a b", "lane_id": ""}, "worker_id"),
+        ({"worker_instance_id": "", "lane_id": ""}, "worker_instance_id"),
+        ({"lane_id": "", "grant_ttl_ms": 0}, "lane_id"),
+        ({"grant_ttl_ms": 0, "worker_capabilities": ["a,b"]}, "grant_ttl_ms"),
+        ({"worker_capabilities": ["a,b"]}, "worker:"),
+    ):
+        answer = await http.post(f"/v1/executions/{UNKNOWN}/reclaim", body | change)
+        assert answer.status == 400
+        assert answer.json["detail"].startswith(names)
 
 
 async def test_blocking_by_an_operator(http: Http, engine: Engine) -> None:
@@ -115,6 +126,25 @@ async def test_lanes(http: Http) -> None:
     assert (await http.put("/v1/lanes/default/config", {})).kind == (400, "invalid_input")
     assert (await http.get("/v1/lanes/unused")).kind == (404, "lane_not_found")
     assert (await http.get("/v1/lanes/%00")).kind == (400, "invalid_input")
+
+
+async def test_workers_of_all_namespaces_in_pages(http: Http, engine: Engine) -> None:
+    """Workers of several namespaces may have the same instance id."""
+    places = [("other", "a"), *(("same", each) for each in ("a", "b", "c")), ("z", "b")]
+    for instance, namespace in places:
+        await engine.backend.workers.register_worker(
+            worker_id="w", worker_instance_id=instance, lanes=["default"], namespace=namespace
+        )
+    found: list[tuple[str, str]] = []
+    cursor = ""
+    while cursor is not None:
+        page = (await http.get(f"/v1/workers?limit=2&cursor={cursor}")).json
+        found += [(row["worker_instance_id"], row["namespace"]) for row in page["workers"]]
+        cursor = page["next_cursor"]
+    assert found == places
+    assert (await http.get("/v1/workers?cursor=!")).kind == (400, "invalid_cursor")
+    plain = await engine.backend.workers.list_workers(None, after="same")
+    assert [entry.worker_instance_id for entry in plain] == ["z"]
 
 
 async def test_workers_and_expired_leases(http: Http, engine: Engine) -> None:

@@ -407,6 +407,37 @@ async def test_long_polls_have_a_pool_of_their_own(engine: Engine) -> None:
         assert (await poll).json["claims"] == []
 
 
+async def test_a_worker_that_restarts_with_its_instance_id(http: Http, engine: Engine) -> None:
+    """It is refused while the old registration lasts; asking does not renew that."""
+    start = ME | {"max": 0, "starting": True}
+    first = start | {"request_id": new_uuid()}
+    for _ in range(2):
+        # A repeat of the request is the same worker.
+        assert (await http.post(CLAIM, first)).status == 200
+    alive = "ff:worker:{default}:w-1:alive"
+    await engine.backend.transport.call("PEXPIRE", alive, 20_000)
+    for _ in range(2):
+        refused = await http.post(CLAIM, start | {"request_id": new_uuid()})
+        assert refused.kind == (400, "invalid_input")
+        assert refused.json["detail"] == "worker_instance_id: instance_id in use"
+    left: Any = await engine.backend.transport.call("PTTL", alive)
+    assert left <= 20_000
+    await engine.backend.transport.call("DEL", alive)
+    assert (await http.post(CLAIM, start | {"request_id": new_uuid()})).status == 200
+    # What it registers later is still registered by the same worker.
+    again = start | {"request_id": new_uuid(), "lanes": ["other"]}
+    assert (await http.post(CLAIM, again)).status == 400
+
+
+async def test_of_two_workers_that_start_at_once_one_is_accepted(engine: Engine) -> None:
+    start = ME | {"max": 0, "starting": True}
+    async with server(engine) as (_, one), server(engine) as (_, other):
+        answers = await asyncio.gather(
+            *(each.post(CLAIM, start | {"request_id": new_uuid()}) for each in (one, other))
+        )
+    assert sorted(answer.status for answer in answers) == [200, 400]
+
+
 async def test_budgets_and_quotas_are_asked_first(http: Http, engine: Engine) -> None:
     policy_id = new_uuid()
     await engine.backend.quotas.create_quota_policy(

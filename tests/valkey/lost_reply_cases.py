@@ -281,6 +281,9 @@ CASES: dict[str, Case] = {
         granted,
         lambda backend, grant: backend.claims.claim_execution(grant, **WORKER, lease_ttl_ms=TTL),
     ),
+    "release_grant": Case(
+        "ff_release_grant", granted, lambda backend, grant: backend.claims.release_grant(grant)
+    ),
     "claim_resumed_by_grant": Case(
         "ff_claim_resumed",
         resume_granted,

@@ -248,8 +248,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "one grant slot",
         GRANT,
-        "reply.stop_with(granting.repeated(c, id, rec, args[6]))",
-        "",
+        " or granting.repeated(c, id, rec, args[6]))",
+        ")",
         test_lease_grants.test_one_slot_for_claim_grants,
     ),
     (
@@ -415,14 +415,14 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "reclaim of a lost lease only",
         RECLAIM,
-        "claiming.reclaim_problem(c, rec, own_cap)",
+        "claiming.reclaim_problem(c, rec, worker, own_cap)",
         f"(not S.is_active(rec.state) and {NOT_RECLAIMABLE})",
         test_lease_reclaim.test_what_cannot_be_reclaimed,
     ),
     (
         "reclaim grant for a lost lease only",
         RECLAIM_GRANT,
-        "claiming.reclaim_problem(c, rec)",
+        "claiming.reclaim_problem(c, rec, args[3])",
         f"(not S.is_active(rec.state) and {NOT_RECLAIMABLE})",
         test_lease_reclaim.test_what_cannot_be_reclaimed,
     ),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from tests.conformance import test_claim_execution as claim_execution
 from tests.conformance import test_lane_placement as placement
 from tests.conformance import test_worker_drain as drain
 from tests.scanners import test_worker_drain as lasting
+from tests.sdk import test_claim_for_worker as claim_for_worker
 from tests.valkey import test_lane_copies as copies
 from tests.valkey.mutants import Scenario
 
@@ -51,30 +53,65 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     ),
     (
         "a draining worker claims",
-        CLAIMING,
-        "    if want.refused then return NONE, REFUSED end\n",
-        "",
+        "lib/90_offers.lua",
+        "  if not drained then return offered end\n",
+        "  if true then return offered end\n",
         drain.test_a_draining_worker_gets_nothing_more,
     ),
     (
         "a draining worker gets grants",
         "functions/ff_issue_claim_grant.lua",
-        " or workers.is_draining(c, record.instance_of(args[3])) then",
-        " then",
+        "if workers.is_drained(c, worker, rec) then",
+        "if false then",
         drain.test_a_draining_worker_gets_nothing_more,
     ),
     (
         "a draining worker gets grants to reclaim",
-        "functions/ff_issue_reclaim_grant.lua",
-        "workers.is_draining(c, record.instance_of(args[3]))",
-        "false",
+        CLAIMING,
+        " or workers.is_drained(c, worker, rec) then",
+        " then",
         drain.test_no_grant_to_reclaim_either,
+    ),
+    (
+        "a draining worker uses a grant",
+        "functions/ff_claim_execution.lua",
+        " or workers.is_drained(c, worker, rec) then",
+        " then",
+        drain.test_a_grant_that_a_draining_worker_holds_is_of_no_use,
+    ),
+    (
+        "a draining worker resumes",
+        "functions/ff_claim_resumed.lua",
+        " or workers.is_drained(c, worker, rec) then",
+        " then",
+        drain.test_a_grant_that_a_draining_worker_holds_is_of_no_use,
+    ),
+    (
+        "a drain concerns all namespaces",
+        WORKERS,
+        "return marks and (marks['*'] or marks[rec.namespace])",
+        "return marks",
+        drain.test_a_drain_concerns_the_namespaces_that_the_worker_serves,
+    ),
+    (
+        "lost work is granted in its grace period",
+        "functions/ff_issue_claim_grant.lua",
+        "claiming.mode(c, rec) == 'reclaimed'",
+        "S.is_lease_lost(rec.state)",
+        claim_for_worker.test_lost_work_in_its_grace_period_or_at_its_cap_is_not_reserved,
+    ),
+    (
+        "anyone returns a grant",
+        "functions/ff_release_grant.lua",
+        "if token and values.equal(token, args[2]) then",
+        "if token then",
+        claim_execution.test_a_grant_that_is_returned_is_free_for_others,
     ),
     (
         "a mark lasts for ever",
         WORKERS,
-        "return until_ms and tonumber(until_ms) > c.now",
-        "return until_ms",
+        "if tonumber(until_ms) > c.now then marks",
+        "if true then marks",
         lasting.test_marks_lapse_when_the_worker_is_gone,
     ),
     (

@@ -99,14 +99,14 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "cap of a reclaim told again",
         RECLAIM,
-        "claiming.reclaim_problem(c, rec, own_cap)",
+        "claiming.reclaim_problem(c, rec, worker, own_cap)",
         f"(not S.is_lease_lost(rec.state) and {NOT_RECLAIMABLE})",
         lambda e: stored_lease_cap.test_a_cap_told_again(e, 1),
     ),
     (
         "cap of a reclaim grant told again",
         RECLAIM_GRANT,
-        "claiming.reclaim_problem(c, rec)",
+        "claiming.reclaim_problem(c, rec, args[3])",
         f"(not S.is_lease_lost(rec.state) and {NOT_RECLAIMABLE})",
         lambda e: stored_lease_cap.test_a_cap_told_again(e, 1),
     ),

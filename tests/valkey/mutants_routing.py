@@ -55,8 +55,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "lost work beside the plain index",
         OFFERS,
-        "if server.call('EXISTS', lost, config) > 0",
-        "if false",
+        " or server.call('EXISTS', lost, config) > 0\n",
+        "\n",
         takes_the_best_of_all_it_covers,
     ),
     (

@@ -77,8 +77,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "workers that do not serve the default namespace",
         OFFERS,
-        "if not offered.serves_default then\n    want",
-        "if false then\n    want",
+        "if not offered or not offered.serves_default or",
+        "if not offered or",
         lambda e: namespaces.test_a_worker_takes_only_work_of_its_namespaces(e, "acme"),
     ),
     (

@@ -49,6 +49,7 @@ CONSTANT = {
     "ff_progress": ONE_RECORD,
     "ff_quota_create": ONE_RECORD,
     "ff_quota_update": ONE_RECORD,
+    "ff_release_grant": ONE_RECORD,
     "ff_release_unknown": ONE_RECORD,
     "ff_resign": ONE_RECORD,
     "ff_revoke": ONE_RECORD,

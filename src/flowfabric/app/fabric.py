@@ -251,6 +251,7 @@ class Fabric(AsyncClosing):
         *,
         concurrency: int = 64,
         lanes: Sequence[str] | None = None,
+        lane_weights: Mapping[str, int] | None = None,
         capabilities: Iterable[str] = (),
         namespaces: Iterable[str] = (),
         lease_ttl: Duration = 30,
@@ -262,7 +263,8 @@ class Fabric(AsyncClosing):
     ) -> AppWorker:
         """A worker for this application's tasks; `await worker.run()` serves.
 
-        Without `lanes` it serves the lanes of all tasks, and without `namespaces` the application's
+        Without `lanes` it serves the lanes of all tasks, in equal turns: with `lane_weights`, such
+        as `{"urgent": 3}`, some get more turns. Without `namespaces` it serves the application's
         own; `["*"]` means all of them, and several get equal shares. `batch` limits how many
         executions one call claims or completes. If a task blocks the event loop for longer than
         `block_limit` (default: three leases), the worker releases its other executions. Tasks that
@@ -273,6 +275,7 @@ class Fabric(AsyncClosing):
         config = WorkerConfig(
             namespace=self.namespace,
             lanes=lanes or tuple(named) or ("default",),
+            lane_weights=lane_weights or {},
             # Checked and kept as a tuple there.
             capabilities=cast("Sequence[str]", capabilities),
             namespaces=cast("Sequence[str]", namespaces),

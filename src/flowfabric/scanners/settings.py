@@ -33,7 +33,6 @@ INTERVALS_S: Mapping[str, float] = {
     "quota_reconciler": 30.0,
     "budget_reset": 15.0,
     "budget_reconciler": 30.0,
-    "route_unblocker": 5.0,
     "worker_sweeper": 30.0,
     "worker_drain": 5.0,
 }

@@ -18,7 +18,6 @@ from flowfabric.scanners.hints import DueHints
 from flowfabric.scanners.index_reconciler import IndexReconciler
 from flowfabric.scanners.leader import LeaderElection, duty_of
 from flowfabric.scanners.quota_jobs import QuotaReconciler
-from flowfabric.scanners.route_jobs import RouteUnblocker
 from flowfabric.scanners.settings import FAMILIES, ScannerSettings
 from flowfabric.scanners.unblock import UnblockScanner
 from flowfabric.scanners.watch import DueWatch, TerritoryMap
@@ -267,7 +266,6 @@ class ScannerSupervisor:
             jobs.DoorbellScanner(),
             lane_jobs.LaneRescore(),
             UnblockScanner(),
-            RouteUnblocker(),
             flow_jobs.CascadeDrain(),
             flow_jobs.CancelReconciler(backend),
             *flow_jobs.sibling_scanners(backend),

@@ -1,7 +1,9 @@
-"""Lets executions go whose budget or quota admits work again, and delivers what runs gave back.
+"""Lets executions go whose budget, quota or workers admit work again, and delivers what runs gave
+back.
 
-Whatever opens a budget or a quota lets go of those that wait for it at once. This scanner finds
-what that missed: a process that ended in between, or a limit that time opened.
+Whatever opens a budget or a quota lets go of those that wait for it at once, and so does a worker
+that registers. This scanner finds what they missed: a process that ended in between, or a limit
+that time opened.
 """
 
 from collections.abc import Sequence
@@ -12,12 +14,14 @@ from flowfabric.core.errors import EngineError, NotFoundError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api.admission import FOR_BUDGET, FOR_QUOTA, BlockedExecution, headroom_of
 from flowfabric.engine.api.upkeep import Index
+from flowfabric.engine.api.workers import WorkerEntry
 from flowfabric.scanners.base import Cycle
 from flowfabric.scanners.watch import Territory
+from flowfabric.scheduler.routes import BLOCKED, FOR_ROUTE, read_fleet, release_covered
 
 _PAGE = 100
 _RETURNS = "returns"
-_SETS = {"blocked:budget": FOR_BUDGET, "blocked:quota": FOR_QUOTA}
+_SETS = {"blocked:budget": FOR_BUDGET, "blocked:quota": FOR_QUOTA, BLOCKED: FOR_ROUTE}
 
 
 class UnblockScanner:
@@ -62,7 +66,7 @@ class UnblockScanner:
 
 
 class _Pass:
-    """One pass: every budget and policy is read once."""
+    """One pass: every budget and policy is read once, and so are the workers."""
 
     def __init__(self, cycle: Cycle) -> None:
         self._cycle = cycle
@@ -70,11 +74,13 @@ class _Pass:
         self._room: dict[str, int | None] = {}
         self._waiting: dict[str, list[BlockedExecution]] = {}
         self._now_ms: int | None = None
+        self._fleet: list[WorkerEntry] | None = None
+        self._fleet_is_read = False
 
     async def walk(self, index: Index, reason: str) -> bool:
         """Page through an index; whether the cycle must end."""
         cycle, start = self._cycle, 0
-        upkeep, admission = cycle.backend.upkeep, cycle.backend.admission
+        upkeep = cycle.backend.upkeep
         while not cycle.out_of_time():
             with cycle.surviving("could not read an index", partition=index.tag):
                 ids = await upkeep.list_index(index, start, _PAGE)
@@ -82,16 +88,27 @@ class _Pass:
                 if not ids:
                     return False
                 accepted = await cycle.where.accepted(cycle.backend, ids)
-                found = await admission.read_blocked(index.tag, accepted, reason)
-                released = await (
-                    self._check_budgets(index.tag, found)
-                    if reason == FOR_BUDGET
-                    else self._check_quotas(index.tag, found)
-                )
-                start += len(ids) - released
+                start += len(ids) - await self._check(index, reason, accepted)
                 continue
             return False
         return True
+
+    async def _check(self, index: Index, reason: str, ids: Sequence[str]) -> int:
+        """Release those of a page that may start; how many."""
+        if reason == FOR_ROUTE:
+            return await self._check_routes(index, ids)
+        found = await self._cycle.backend.admission.read_blocked(index.tag, ids, reason)
+        if reason == FOR_BUDGET:
+            return await self._check_budgets(index.tag, found)
+        return await self._check_quotas(index.tag, found)
+
+    async def _check_routes(self, index: Index, ids: Sequence[str]) -> int:
+        backend = self._cycle.backend
+        if not self._fleet_is_read:
+            self._fleet, self._fleet_is_read = await read_fleet(backend), True
+        released = await release_covered(backend, index, ids, self._fleet)
+        self._cycle.processed += released
+        return released
 
     async def _check_budgets(self, tag: str, found: Sequence[BlockedExecution]) -> int:
         budgets = self._cycle.backend.budgets

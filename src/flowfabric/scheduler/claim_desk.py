@@ -10,8 +10,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -36,7 +36,18 @@ _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 1.0
 _SWEPT_LANES = 2
 
+T = TypeVar("T")
 OfferKey = tuple[tuple[str, ...], str, tuple[str, ...] | None]
+
+
+class Look(NamedTuple, Generic[T]):
+    """What one look for work found, which may be nothing."""
+
+    found: T
+    is_last: bool = False
+    """Whether there is nothing to wait for."""
+    refused: bool = False
+    """Whether the worker gets nothing: a ring is for another one."""
 
 
 class DeskClaims(msgspec.Struct, frozen=True):
@@ -76,52 +87,74 @@ class ClaimDesk:
 
         The wait also ends when `given_up` is done, and when the desk closes.
         """
-        offer = self._shared_offer(requests)
+        first = next(iter(requests.values()))
+        offer = self.offer(
+            *(requests, first.capabilities, first.namespaces, first.worker_instance_id)
+        )
         shared = SharedHints(offer.lanes, self._admissions)
         claims = WorkerClaims(
             self._backend, requests, _as_it_is, wanted, _LISTEN_S, quiet=True, shared=shared
         )
+
+        async def look() -> Look[list[Claim]]:
+            found = await claims.claim_many(wanted)
+            # A worker is told at once of a task that it does not know.
+            is_last = bool(claims.draining or claims.left_to_others)
+            return Look(found, is_last=is_last, refused=claims.draining)
+
+        found, waited_s = await self.serve(offer, look, wait_s, given_up)
+        unknown = tuple(sorted(claims.left_to_others))
+        return DeskClaims(found, claims.draining, unknown, waited_s)
+
+    async def serve(
+        self,
+        offer: "SharedOffer",
+        look: Callable[[], Awaitable["Look[T]"]],
+        wait_s: float,
+        given_up: asyncio.Future[Any] | None,
+    ) -> tuple[T, float]:
+        """What `look` finds now or after a ring, and how long after the call it was asked.
+
+        A look under way is never cut short: what it finds would be lost.
+        """
         began = asked_at = time.monotonic()
-        found = await claims.claim_many(wanted)
-        # A worker is told at once of a task that it does not know.
-        while not (found or claims.draining or claims.left_to_others or self.closed):
+        seen = await look()
+        while not (seen.found or seen.is_last or self.closed):
             left = began + wait_s - time.monotonic()
             if left <= 0 or (given_up is not None and given_up.done()):
                 break
             place = await offer.ring(left, given_up)
-            if place is not None:
-                asked_at = time.monotonic()
-                found = await self._answer_ring(offer, claims, wanted, place)
-        if found:
+            if place is None:
+                continue
+            asked_at = time.monotonic()
+            try:
+                seen = await look()
+            except BaseException:
+                offer.hand_on(place)
+                raise
+            if seen.refused:
+                offer.hand_on(place)
+            elif not seen.found:
+                await offer.pass_on(place)
+        if seen.found:
             offer.wake_for_rest()
-        unknown = tuple(sorted(claims.left_to_others))
-        return DeskClaims(found, claims.draining, unknown, asked_at - began)
-
-    async def _answer_ring(
-        self, offer: "SharedOffer", claims: WorkerClaims[Claim], wanted: int, place: WorkPlace
-    ) -> list[Claim]:
-        try:
-            found = await claims.claim_many(wanted)
-        except BaseException:
-            offer.hand_on(place)
-            raise
-        if claims.draining:
-            offer.hand_on(place)
-        elif not found:
-            await offer.pass_on(place)
-        return found
+        return seen.found, asked_at - began
 
     async def give_back(self, claims: Sequence[Claim]) -> None:
         """Return what was claimed for a worker that has gone."""
         await give_back(self._backend, [claim.handle for claim in claims])
 
-    def _shared_offer(self, requests: Mapping[str, ClaimRequest]) -> "SharedOffer":
-        first = next(iter(requests.values()))
-        key = tuple(sorted(requests)), first.capabilities, first.namespaces
+    def offer(
+        self, lanes: Iterable[str], offered: str, namespaces: Sequence[str] | None, instance: str
+    ) -> "SharedOffer":
+        """What workers share that offer these tokens (CSV) to these lanes and namespaces."""
+        lanes = tuple(sorted(lanes))
+        key = lanes, offered, None if namespaces is None else tuple(namespaces)
         offer = self._offers.get(key)
         if offer is None:
             self._offers = {key: each for key, each in self._offers.items() if not each.forgotten}
-            offer = self._offers[key] = SharedOffer(self._backend, requests, first)
+            offer = SharedOffer(self._backend, lanes, Offer(offered, namespaces), instance)
+            self._offers[key] = offer
         offer.used_at = time.monotonic()
         return offer
 
@@ -142,12 +175,10 @@ class SharedOffer:
     A ring wakes one of them. It wakes the next one if it leaves work.
     """
 
-    def __init__(
-        self, backend: Backend, lanes: Mapping[str, ClaimRequest], request: ClaimRequest
-    ) -> None:
+    def __init__(self, backend: Backend, lanes: Sequence[str], offer: Offer, instance: str) -> None:
         self._backend = backend
-        self._offer: Offer = request.offer
-        self.lanes = LaneRotation(lanes, backend.counts, request.worker_instance_id)
+        self._offer = offer
+        self.lanes = LaneRotation(lanes, backend.counts, instance)
         self.waiters: deque[asyncio.Future[WorkPlace | None]] = deque()
         self.used_at = time.monotonic()
         self._wanted = asyncio.Event()

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -44,13 +44,15 @@ class WorkerClaims(ClaimPermits[T]):
 
     shared: SharedHints | None = None
     """What a server's claims for workers share; None: a worker claims for itself."""
+    weights: Mapping[str, int] | None = None
+    """How many turns lanes get, if not one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         shared = self.shared
         if shared is None:
             instance = next(iter(self.requests.values())).worker_instance_id
-            lanes = LaneRotation(self.requests, self.backend.counts, instance)
+            lanes = LaneRotation(self.requests, self.backend.counts, instance, self.weights)
             shared = SharedHints(lanes, Admissions(self.backend))
         self.lanes, self.admissions = shared
         self._unanswered: dict[WorkPlace, list[tuple[str, float]]] = {}

@@ -2,14 +2,11 @@
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-from flowfabric.core.contracts.leases import ClaimGrant
 from flowfabric.core.errors import EngineError
-from flowfabric.engine.metrics import UNKNOWN, Meter, active
+from flowfabric.engine.metrics import Meter
 
-M = TypeVar("M", bound=Callable[..., Any])
 T = TypeVar("T")
 ClaimAt = Callable[[str, str, int], Awaitable[tuple[list[T], bool]]]
 
@@ -36,24 +33,3 @@ def measured(claim_at: ClaimAt[T], meter: Meter) -> ClaimAt[T]:
         return tasks, again
 
     return claim
-
-
-def measures_grants(method: M) -> M:
-    """Note each call of a method, whose first argument is `lane_id`, as one cycle."""
-
-    @wraps(method)
-    async def call(own: object, *args: Any, **options: Any) -> Any:
-        meter, since = active(), time.monotonic()
-        if meter is None:
-            return await method(own, *args, **options)
-        found: list[ClaimGrant] | None = None
-        try:
-            outcome = await method(own, *args, **options)
-            found = [outcome] if isinstance(outcome, ClaimGrant) else []
-            return outcome
-        finally:
-            # Only a lane with work is known to exist: clients may ask for any name.
-            lane_id = args[0] if args else options.get("lane_id", UNKNOWN)
-            measure_cycle(meter, lane_id if found else UNKNOWN, since, found)
-
-    return cast("M", call)

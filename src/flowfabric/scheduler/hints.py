@@ -6,7 +6,7 @@ them for the handlers of its own process, `WorkerGrants` for workers that claim 
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from flowfabric.core.ids import fnv1a64
@@ -61,6 +61,12 @@ class LaneHints:
         """Hint at a partition where work was seen or announced."""
         self.hinted.setdefault(tag)
 
+    def take_hints(self) -> list[str]:
+        """All hints, which are forgotten."""
+        hinted = list(self.hinted)
+        self.hinted.clear()
+        return hinted
+
     def visited(self, tag: str, *, more: bool) -> None:
         """Drop a visited partition, or move it behind the others if work remains there."""
         self.hinted.pop(tag, None)
@@ -104,12 +110,24 @@ async def sweep(lanes: Iterable[LaneHints], backend: Backend) -> list[WorkPlace]
 
 
 class LaneRotation:
-    """The lanes of one worker, served in turn so that none starves another."""
+    """The lanes of one worker, served in turn so that none starves another.
 
-    def __init__(self, lanes: Iterable[str], counts: PartitionCounts, instance: str) -> None:
+    A lane of weight 3 gets three turns where one of weight 1, the default, gets one.
+    """
+
+    def __init__(
+        self,
+        lanes: Iterable[str],
+        counts: PartitionCounts,
+        instance: str,
+        weights: Mapping[str, int] | None = None,
+    ) -> None:
         seed = fnv1a64(instance.encode())
         self._lanes = {lane: LaneHints(lane, counts, seed) for lane in dict.fromkeys(lanes)}
         self._order = list(self._lanes.values())
+        """Longest without a turn first."""
+        self._weights = dict.fromkeys(self._lanes, 1) | dict(weights or {})
+        self._credits = dict.fromkeys(self._lanes, 0)
 
     def __getitem__(self, lane_id: str) -> LaneHints:
         return self._lanes[lane_id]
@@ -129,13 +147,27 @@ class LaneRotation:
 
     def in_turn(self) -> list[LaneHints]:
         """Every lane, starting with a different one each time."""
-        self._order.append(self._order.pop(0))
-        return list(self._order)
+        first = self._take_turn(self._order)
+        return [first, *self._order[:-1]]
 
     def next(self) -> tuple[LaneHints, str] | None:
         """The next lane with a hint, which then goes to the back, and the partition to visit."""
-        for position, lane in enumerate(self._order):
-            if (tag := lane.oldest()) is not None:
-                self._order.append(self._order.pop(position))
-                return lane, tag
-        return None
+        hinted = [lane for lane in self._order if lane.hinted]
+        if not hinted:
+            return None
+        lane = self._take_turn(hinted)
+        return lane, next(iter(lane.hinted))
+
+    def _take_turn(self, waiting: Sequence[LaneHints]) -> LaneHints:
+        """The lane in turn, which goes to the back: smooth weighted round robin."""
+        if len(waiting) == 1:
+            (chosen,) = waiting
+        else:
+            for lane in waiting:
+                self._credits[lane.lane_id] += self._weights[lane.lane_id]
+            chosen = max(waiting, key=lambda lane: self._credits[lane.lane_id])
+            shared = sum(self._weights[lane.lane_id] for lane in waiting)
+            self._credits[chosen.lane_id] -= shared
+        self._order.remove(chosen)
+        self._order.append(chosen)
+        return chosen

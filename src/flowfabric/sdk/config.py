@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from flowfabric.core.ids import (
 )
 
 _MAX_BATCH = 256
+_MAX_WEIGHT = 1000
 _LEASES_BLOCKED = 3
 _LEAST = {"lease_ttl_ms": 1_000, "claim_poll_interval_ms": 1, "block_limit_ms": 1_000}
 
@@ -58,6 +59,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The namespaces whose executions it runs, in fair turns: its own if none are given; `["*"]`
     means all."""
     lanes: Sequence[str] = ("default",)
+    lane_weights: Mapping[str, int] = {}
+    """How many turns a lane gets where the others get one, for example `{"urgent": 3}`. A worker
+    behind a server serves its lanes in equal turns."""
     capabilities: Sequence[str] = ()
     lease_ttl_ms: int = 30_000
     claim_poll_interval_ms: int = 1_000
@@ -92,6 +96,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError("worker", problem + advice, field) from error
         if not self.lanes:
             raise ConfigError("worker", "at least one lane is required")
+        for lane, weight in self.lane_weights.items():
+            if lane not in self.lanes:
+                raise ConfigError("worker", f"names {lane!r}, which is not a lane", "lane_weights")
+            if isinstance(weight, bool) or not 1 <= weight <= _MAX_WEIGHT:
+                problem = f"must be between 1 and {_MAX_WEIGHT}, got {weight!r} for {lane!r}"
+                raise ConfigError("worker", problem, "lane_weights")
 
     @property
     def served(self) -> tuple[str, ...] | None:

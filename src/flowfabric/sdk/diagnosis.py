@@ -241,6 +241,15 @@ def _suspended(detail: ExecutionDetail) -> str:
 
 
 def _for_worker(info: ExecutionInfo, why: WhyWaiting) -> str:
+    text = _which_worker(info, why)
+    if why.able_workers or not why.draining_workers:
+        return text
+    names = ", ".join(why.draining_workers[:_NAMED])
+    one = len(why.draining_workers) == 1
+    return f"{names} {'is' if one else 'are'} draining, and {text}"
+
+
+def _which_worker(info: ExecutionInfo, why: WhyWaiting) -> str:
     lane, needs = info.lane_id, info.required_capabilities
     if why.able_workers:
         workers, task = len(why.able_workers), info.execution_kind

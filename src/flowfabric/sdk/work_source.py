@@ -68,7 +68,11 @@ class StoreSource:
         outage: Outage,
     ) -> None:
         poll_s = config.claim_poll_interval_ms / 1000
-        self.claims = WorkerClaims(backend, requests, adopt, config.permits, poll_s, outage=outage)
+        self.claims = WorkerClaims(
+            *(backend, requests, adopt, config.permits, poll_s),
+            outage=outage,
+            weights=config.lane_weights,
+        )
         self._config = config
         self._backend = backend
 

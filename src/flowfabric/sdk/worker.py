@@ -5,7 +5,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Self, TypedDict, Unpack
+from typing import Any, Self, TypedDict, Unpack
 
 from flowfabric.core.capabilities import log_digest
 from flowfabric.core.closing import ClosedOnce
@@ -230,18 +230,54 @@ class Worker(ClosedOnce):
     claim_next = claim
 
     async def claim_from_grant(self, lane_id: str, grant: leases.ClaimGrant) -> ClaimedTask:
-        """Turn a scheduler's grant into a task; a paused attempt resumes."""
-        claims, terms = self.backend.claims, self._terms
+        """Turn a scheduler's grant into a task.
 
-        async def consume() -> leases.Claim:
-            try:
-                return await claims.claim_execution(grant, lane_id=lane_id, **terms)
-            except ContentionError as error:
-                if error.code != "use_claim_resumed_execution":
-                    raise
-                return await claims.claim_resumed_execution(grant, lane_id=lane_id, **terms)
+        A paused attempt resumes; an execution whose worker lost its lease is taken over.
+        """
+        return await self.claims.claim_with(lambda: self._use_grant(lane_id, grant))
+
+    async def claim_via_server(
+        self, admin: Backend, lane_id: str, grant_ttl_ms: int = 5_000
+    ) -> ClaimedTask | None:
+        """Claim one task that a server's scheduler reserves for this worker; None without work.
+
+        `admin` is a backend that is connected to the server. Raises `WorkerAtCapacity`, without
+        asking the server, while no permit is free.
+
+        >>> task = await worker.claim_via_server(server, "default")
+        """
+        claims: Any = admin.claims
+
+        async def consume() -> leases.Claim | None:
+            grant = await claims.claim_for_worker(
+                lane_id,
+                self.config.worker_id,
+                self.config.worker_instance_id,
+                worker_capabilities=self.config.capabilities,
+                worker_tasks=self.claims.tasks,
+                grant_ttl_ms=grant_ttl_ms,
+                namespaces=self.config.served,
+            )
+            if isinstance(grant, leases.NoWork):
+                return None
+            return await self._use_grant(lane_id, grant)
 
         return await self.claims.claim_with(consume)
+
+    async def _use_grant(self, lane_id: str, grant: leases.ClaimGrant) -> leases.Claim:
+        claims, terms = self.backend.claims, self._terms
+        try:
+            return await claims.claim_execution(grant, lane_id=lane_id, **terms)
+        except ContentionError as error:
+            if error.code == "use_claim_resumed_execution":
+                return await claims.claim_resumed_execution(grant, lane_id=lane_id, **terms)
+            if error.code != "execution_not_leaseable":
+                raise
+            # It may be for an execution whose lease was lost.
+            outcome = await claims.reclaim_execution(grant.to_reclaim(lane_id), **terms)
+            if not isinstance(outcome, leases.Claim):
+                raise
+            return outcome
 
     async def claim_from_resume_grant(self, grant: leases.ResumeGrant) -> ClaimedTask:
         """Turn a resume grant into a task: the same attempt resumes here."""

@@ -13,6 +13,7 @@ from flowfabric.engine.events.subscription import FeedEvents
 from flowfabric.engine.http.feeds import ServedFeeds
 from flowfabric.observability import Gauges
 from flowfabric.scanners.supervisor import ScannerSupervisor
+from flowfabric.scheduler.grant_desk import GrantDesk
 from flowfabric.scheduler.grants import WorkerGrants
 from flowfabric.server import bodies
 from flowfabric.server.auth import ApiCaller
@@ -78,6 +79,7 @@ class Services:
         self.changes = ChangeHub()
         self.event_streams = Pool("event_streams", config.max_event_streams)
         self.remote = RemoteDesk(backend)
+        self.grant_desk = GrantDesk(backend, self.remote.desk, self.grants)
         self.remote_claims = Pool("remote_claims", config.max_remote_claims)
         self.rotations = Pool("admin_rotate", 1)
         self.stopping = asyncio.Event()

@@ -4,11 +4,11 @@ import time
 
 import msgspec
 
+from flowfabric.core.ids import new_uuid
 from flowfabric.core.partition import solo_partition
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.workers import Heartbeat
 from flowfabric.scheduler.routes import release_routes
-from flowfabric.server.problems import invalid
 
 _MAX_KNOWN = 10_000
 _LEAST_LIVENESS_MS = 60_000
@@ -37,7 +37,7 @@ class RemoteWorker(msgspec.Struct, frozen=True, kw_only=True):
 class _Known(msgspec.Struct):
     worker: RemoteWorker
     seen_at: float
-    started_by: str | None = None
+    start_id: str | None = None
     """The request with which it started."""
 
 
@@ -59,14 +59,11 @@ class RemoteFleet:
             await self._register(worker)
 
     async def starts(self, worker: RemoteWorker, request_id: str | None) -> None:
-        """A worker starts: register it, unless another one with its instance id is alive."""
-        instance, namespace = worker.worker_instance_id, worker.namespace
-        known = self._known.get((namespace, instance))
-        repeats = known is not None and request_id is not None and known.started_by == request_id
-        if not repeats:
-            if await self._backend.workers.heartbeat_worker(instance, namespace) is not None:
-                raise invalid("worker_instance_id", f"{instance!r} is in use by another worker")
-            await self._register(worker, request_id)
+        """A worker starts: register it, unless another one with its instance id is alive.
+
+        A repeat of the request is no other worker.
+        """
+        await self._register(worker, request_id or new_uuid())
 
     async def beats(self, worker: RemoteWorker) -> bool:
         """A worker says that it is alive; whether an operator drains it."""
@@ -108,8 +105,11 @@ class RemoteFleet:
             known.seen_at = time.monotonic()
         return beat
 
-    async def _register(self, worker: RemoteWorker, started_by: str | None = None) -> None:
+    async def _register(self, worker: RemoteWorker, starts_as: str | None = None) -> None:
         backend, lanes = self._backend, worker.lanes
+        key = worker.namespace, worker.worker_instance_id
+        known = self._known.get(key)
+        start_id = starts_as or (None if known is None else known.start_id)
         await backend.workers.register_worker(
             worker_id=worker.worker_id,
             worker_instance_id=worker.worker_instance_id,
@@ -120,11 +120,12 @@ class RemoteFleet:
             liveness_ttl_ms=worker.liveness_ttl_ms,
             namespace=worker.namespace,
             namespaces=worker.namespaces,
+            only_if_absent=starts_as is not None,
+            start_id=start_id,
         )
         if len(self._known) >= _MAX_KNOWN:
             self._known.pop(next(iter(self._known)))
-        key = worker.namespace, worker.worker_instance_id
-        self._known[key] = _Known(worker, time.monotonic(), started_by)
+        self._known[key] = _Known(worker, time.monotonic(), start_id)
         places: dict[str, list[str]] = {}
         for lane in lanes:
             home = f"{{fp:{solo_partition(lane, backend.counts)}}}"

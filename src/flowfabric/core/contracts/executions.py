@@ -298,6 +298,8 @@ class WhyWaiting(msgspec.Struct, frozen=True, kw_only=True):
     """Live workers of its lane, of any namespace."""
     able_workers: tuple[str, ...] = ()
     """The instance ids of live workers that could run it."""
+    draining_workers: tuple[str, ...] = ()
+    """The instance ids of draining workers of its lane and namespace: they start nothing."""
     unknown_task: str | None = None
     """Its task, if no live worker of its lane knows it."""
     offered_to: str | None = None

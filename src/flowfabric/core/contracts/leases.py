@@ -246,6 +246,20 @@ class ClaimGrant(msgspec.Struct, frozen=True, kw_only=True):
     grant_key: str
     expires_at_ms: int
 
+    def to_reclaim(self, lane_id: str) -> "ReclaimGrant":
+        """The same grant, for an execution whose lease was lost."""
+        return ReclaimGrant(
+            execution_id=self.execution_id,
+            partition_key=self.partition_key,
+            grant_key=self.grant_key,
+            expires_at_ms=self.expires_at_ms,
+            lane_id=lane_id,
+        )
+
+
+class NoWork(NamedOutcome[Literal["no_work"]], frozen=True):
+    """Nothing that the worker may take waits in the partitions that were visited."""
+
 
 class ResumeGrant(ClaimGrant, frozen=True, kw_only=True):
     """Permission to take over a paused attempt."""

@@ -19,6 +19,10 @@ from flowfabric.engine.api import check
 from flowfabric.engine.api.concern import Concern
 from flowfabric.engine.api.executions import Completion
 
+LANE_CLOSED = "lane closed"
+WORKER_DRAINING = "worker draining"
+"""Why a grant is refused whatever the execution."""
+
 
 class ClaimRequest(msgspec.Struct, frozen=True):
     """Which worker process claims from which lane. Build it once and use it for every claim."""
@@ -56,6 +60,7 @@ class GrantOptions(TypedDict, total=False):
     grant_ttl_ms: int
     lane_id: str
     admitted: int
+    lost: bool
     capability_hash: str
     route_snapshot_json: str
     admission_summary: str
@@ -111,12 +116,15 @@ class Claims(Concern, Protocol):
         limit: int,
         worker_capabilities: Iterable[str] | None = None,
         worker_tasks: Iterable[str] = (),
-        namespace: str | None = None,
+        namespaces: Iterable[str] | None = None,
+        *,
+        lost: bool = False,
     ) -> list[ExecutionId]:
         """Up to `limit` waiting executions in claim order. Reads only.
 
-        With capabilities, only those that a worker with them may take, and with these tasks. With a
-        namespace, only those of it.
+        With capabilities, only those that a worker with them may take, and with these tasks;
+        namespaces then take turns. With namespaces, only those of them. With `lost`, also
+        executions whose worker lost its lease.
         """
         ...
 
@@ -126,7 +134,9 @@ class Claims(Concern, Protocol):
         """Reserve one eligible execution for one worker; it stays in its index until claimed.
 
         `admitted`: the run that its budgets and its quota admitted (`Candidate.run`). Without that,
-        an execution that names some is refused: `claim_for_worker` asks them first.
+        an execution that names some is refused: `claim_for_worker` asks them first. `lost`: it may
+        also be an execution whose worker lost its lease, once its lane offers it; use the grant to
+        reclaim it.
         """
         ...
 
@@ -134,6 +144,13 @@ class Claims(Concern, Protocol):
         self, execution_id: ExecutionId, **options: Unpack[GrantOptions]
     ) -> leases.ReclaimGrantOutcome:
         """Reserve an execution whose lease expired or was revoked."""
+        ...
+
+    async def release_grant(self, grant: ClaimGrant) -> None:
+        """Return a grant that is not used, so that others may claim at once.
+
+        A grant that is no longer valid is ignored.
+        """
         ...
 
     async def claim_execution(

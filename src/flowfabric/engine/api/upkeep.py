@@ -71,6 +71,8 @@ class Drain(NamedTuple):
     worker_instance_id: str
     ends_at_ms: int
     """When the leases that it still holds are revoked."""
+    namespaces: tuple[str, ...]
+    """The namespaces of the work that it does not get: those that it serves."""
 
 
 class SurveyRequest(msgspec.Struct, frozen=True):

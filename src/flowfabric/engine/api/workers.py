@@ -38,9 +38,19 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     """Whether an operator drains it: it gets no more work."""
 
-    def serves(self, namespace: str) -> bool:
-        """Whether it runs executions of a namespace."""
-        return "*" in self.namespaces or namespace in (self.namespaces or (self.namespace,))
+    @property
+    def cursor(self) -> str:
+        """Its place in the list of all workers: instance ids contain no spaces."""
+        return f"{self.worker_instance_id} {self.namespace}"
+
+    def is_for(self, lane_id: str, namespace: str) -> bool:
+        """Whether it was started for executions of a lane and namespace."""
+        served = self.namespaces or (self.namespace,)
+        return lane_id in self.lanes and ("*" in served or namespace in served)
+
+    def serves(self, lane_id: str, namespace: str) -> bool:
+        """Whether it starts executions of a lane and namespace; a draining worker starts none."""
+        return not self.draining and self.is_for(lane_id, namespace)
 
     def knows(self, kind: str, *, required: bool) -> bool:
         """Whether it takes a task; `required`: only if it has a handler for it."""
@@ -127,8 +137,7 @@ def no_worker_for(lane_id: str, signature: str, fleet: Iterable[WorkerEntry]) ->
         return False
     named, tasks = caps.split_tasks(required)
     return not any(
-        lane_id in worker.lanes
-        and worker.serves(namespace)
+        worker.serves(lane_id, namespace)
         and named.issubset(worker.capabilities)
         and all(worker.knows(task, required=True) for task in tasks)
         for worker in fleet
@@ -151,10 +160,13 @@ class Workers(Concern, Protocol):
         namespace: str = "default",
         namespaces: Iterable[str] = (),
         only_if_absent: bool = False,
+        start_id: str | None = None,
     ) -> Registration:
         """Register a worker process, or refresh its registration.
 
-        It serves its own namespace, or `namespaces`; `*` stands for all.
+        It serves its own namespace, or `namespaces`; `*` stands for all. `only_if_absent` refuses a
+        process whose instance id is alive. `start_id` tells a repeat by the same process from
+        another one; without it, all calls of this backend come from one process.
         """
         ...
 
@@ -175,7 +187,8 @@ class Workers(Concern, Protocol):
         """Remove a worker process from the registry.
 
         Its leases stay until they expire, unless they are revoked too: other workers then continue
-        the executions at once.
+        the executions at once. Revoked are the leases of the namespaces that it served, or only of
+        `namespace` if it was removed before.
         """
         ...
 
@@ -185,7 +198,11 @@ class Workers(Concern, Protocol):
         namespace: str = "default",
         timeout_ms: int = DRAIN_TIMEOUT_MS,
     ) -> Draining | NotRegistered:
-        """Give a worker process no more work; leases it holds after the timeout are revoked."""
+        """Give a worker process no more work; leases it holds after the timeout are revoked.
+
+        This concerns the namespaces that it serves: a process of another namespace with the same
+        instance id works on.
+        """
         ...
 
     async def list_worker_leases(
@@ -199,7 +216,9 @@ class Workers(Concern, Protocol):
     ) -> list[WorkerEntry]:
         """Live worker processes by instance id, at most `limit` of those after `after`.
 
-        None stands for all namespaces, and for no limit. Workers whose record is gone are skipped,
-        and damaged ones with a warning. A page shorter than `limit` is the last one.
+        None stands for all namespaces, and for no limit. `after` is an instance id, or the `cursor`
+        of the last entry: in several namespaces, workers may have the same instance id. Workers
+        whose record is gone are skipped, and damaged ones with a warning. A page shorter than
+        `limit` is the last one.
         """
         ...

@@ -12,7 +12,7 @@ from flowfabric.engine.api.meta import Capabilities
 from flowfabric.engine.events.source import FeedSource
 from flowfabric.engine.events.subscription import FeedEvents
 from flowfabric.engine.http.address import ServerAddress
-from flowfabric.engine.http.concerns import HttpFlows, HttpMeta, HttpPlaces, HttpWakeups
+from flowfabric.engine.http.concerns import HttpClaims, HttpFlows, HttpMeta, HttpPlaces, HttpWakeups
 from flowfabric.engine.http.feeds import HttpFeeds
 from flowfabric.engine.http.leases import HttpLeases
 from flowfabric.engine.http.link import CONNECT_TIMEOUT_S, HttpLink
@@ -43,7 +43,7 @@ class HttpBackend(ClosedOnce, Backend):
         self.executions = proxied("executions")(link)
         self.reads = proxied("reads")(link)
         self.listings = proxied("listings")(link)
-        self.claims = proxied("claims")(link)
+        self.claims = HttpClaims(link)
         self.admission = proxied("admission")(link)
         self.leases = HttpLeases(link)  # pyright: ignore[reportAbstractUsage] - the rest is proxied
         self.lanes = proxied("lanes")(link)

@@ -1,15 +1,18 @@
 """The concerns that are more than requests: waiting, the health of the server, places of work."""
 
 import asyncio
+import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn
+from urllib.parse import quote
 
 import msgspec
 
 from flowfabric.core.contracts import flows
+from flowfabric.core.contracts.leases import ClaimGrant, NoWork
 from flowfabric.core.errors import NotFoundError, TransportError, UnavailableError
-from flowfabric.core.ids import validate_lane
+from flowfabric.core.ids import validate_lane, validate_namespaces, validate_worker_id
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api import check
 from flowfabric.engine.api.events import Events
@@ -27,6 +30,7 @@ _READY_PAUSE_S: Final = 0.2
 _Meta: Any = proxied("meta")
 _Places: Any = proxied("places")
 _Flows: Any = proxied("flows")
+_Claims: Any = proxied("claims")
 
 
 class HttpMeta(_Meta):
@@ -94,6 +98,46 @@ class HttpPlaces(_Places):
 
     async def register_again(self) -> None:
         """The server does."""
+
+
+class HttpClaims(_Claims):
+    """Claims; the server's scheduler finds work for a worker."""
+
+    def __init__(self, link: HttpLink) -> None:
+        self._link = link
+
+    async def claim_for_worker(
+        self,
+        lane_id: str,
+        worker_id: str,
+        worker_instance_id: str,
+        *,
+        worker_capabilities: Iterable[str] = (),
+        worker_tasks: Iterable[str] = (),
+        grant_ttl_ms: int = 5_000,
+        namespaces: Iterable[str] | None = None,
+    ) -> ClaimGrant | NoWork:
+        """Have the server reserve one waiting execution of a lane for a worker.
+
+        The server serves one namespace per request, or all. Several are asked in random order.
+        """
+        spaces = (None,) if namespaces is None else validate_namespaces(namespaces)
+        path = f"/v1/workers/{quote(validate_worker_id(worker_id), safe='')}/claim"
+        for namespace in random.sample(spaces, len(spaces)):
+            body = {
+                "lane_id": lane_id,
+                "worker_instance_id": worker_instance_id,
+                "grant_ttl_ms": grant_ttl_ms,
+                "capabilities": list(worker_capabilities),
+                "tasks": list(worker_tasks),
+                "namespace": namespace,
+            }
+            grant = await self._link.call(
+                "POST", path, body, answer=ClaimGrant, op="claim_for_worker"
+            )
+            if grant is not None:
+                return grant
+        return NoWork()
 
 
 class HttpFlows(_Flows):

@@ -97,7 +97,7 @@ used_partitions read open
 lanes_in_use read open
 namespaces_in_use read
 # workers
-register_worker remote
+register_worker remote mints=start_id
 heartbeat_worker remote
 mark_worker_dead remote keyed
 drain_worker operate

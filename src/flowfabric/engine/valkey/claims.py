@@ -1,10 +1,8 @@
 """Claiming work: from a lane, by a grant, or from a worker that lost its lease."""
 
-import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
 import msgspec
@@ -21,13 +19,7 @@ from flowfabric.core.contracts.leases import (
 )
 from flowfabric.core.contracts.steps import NO_STEPS
 from flowfabric.core.errors import ConfigError, EngineError, ReplyError, ValidationError
-from flowfabric.core.ids import (
-    ExecutionId,
-    PartitionKey,
-    new_uuid,
-    validate_lane,
-    validate_namespace,
-)
+from flowfabric.core.ids import ExecutionId, PartitionKey, new_uuid, validate_lane
 from flowfabric.engine import metrics
 from flowfabric.engine.api import check
 from flowfabric.engine.api.admission import Block
@@ -36,10 +28,10 @@ from flowfabric.engine.api.executions import BATCH, Completion
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.admission import ValkeyAdmission
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, text, unreadable
+from flowfabric.engine.valkey.eligible import EligibleScans
 from flowfabric.engine.valkey.executions import ValkeyExecutions
 from flowfabric.engine.valkey.flow_inputs import UNREAD, inputs_of, read_inputs
 from flowfabric.engine.valkey.leases import Slot
-from flowfabric.engine.valkey.pages import Damage
 from flowfabric.engine.valkey.steps import claimed_page
 
 _NO_TAGS: dict[str, str] = {}
@@ -58,7 +50,7 @@ class ValkeyClaims(Claims):
         self._calls = calls
         self._executions = executions
         self._admission = admission
-        self._turns: dict[tuple[str, str], str] = {}
+        self._scans = EligibleScans(calls)
 
     async def claim_many(
         self, request: ClaimRequest, tag: str, max_n: int, *, request_id: str | None = None
@@ -138,49 +130,14 @@ class ValkeyClaims(Claims):
         limit: int,
         worker_capabilities: Iterable[str] | None = None,
         worker_tasks: Iterable[str] = (),
-        namespace: str | None = None,
+        namespaces: Iterable[str] | None = None,
+        *,
+        lost: bool = False,
     ) -> list[ExecutionId]:
-        spaces = None if namespace is None else (validate_namespace(namespace),)
-        lane, tag = validate_lane(lane_id), self._calls.checked_tag(tag)
-        if check.whole(limit, "limit") < 1:
-            return []
-        limit = min(limit, check.MAX_EXACT)
-        offered = None
-        if worker_capabilities is not None:
-            tokens = caps.normalise(worker_capabilities, "worker")
-            tasks = check.texts(worker_tasks, "worker_tasks")
-            offered = caps.offered_csv(tokens, tasks, no_others=False)
-        covers = caps.Offer(offered, spaces).covers
-        used = [each for each in ("", *await self._calls.signatures(tag, lane)) if covers(each)]
-        names = [keys.eligible(tag, lane, each) for each in used]
-        pages = await asyncio.gather(
-            *(
-                self._calls.read(f"{name}: index", "ZRANGE", name, 0, limit - 1, "WITHSCORES")
-                for name in names
-            )
+        return await self._scans.scan(
+            *(lane_id, tag, limit, worker_capabilities, worker_tasks, namespaces),
+            lost=check.flag(lost, "lost"),
         )
-        waiting: dict[str, list[tuple[float, bytes]]] = {}
-        for signature, page in zip(used, pages, strict=True):
-            # Without a worker, all namespaces are in one queue.
-            space = "" if offered is None else caps.signature_parts(signature)[0]
-            entries = [(score, member) for member, score in page]
-            waiting[space] = sorted((*waiting.get(space, ()), *entries))
-        found = self._in_turn(
-            tag, lane, {space: queue for space, queue in waiting.items() if queue}
-        )
-        return Damage("scan_eligible_executions").ids(member for _, member in found)[:limit]
-
-    def _in_turn(
-        self, tag: str, lane: str, queues: Mapping[str, list[tuple[float, bytes]]]
-    ) -> list[tuple[float, bytes]]:
-        """One entry of each namespace after the other, beginning with another one each time."""
-        names = sorted(queues)
-        if len(names) > 1:
-            last = self._turns.get((tag, lane), "")
-            names = [*(n for n in names if n > last), *(n for n in names if n <= last)]
-            self._turns[tag, lane] = names[0]
-        rounds = zip_longest(*(queues[name] for name in names))
-        return [entry for entries in rounds for entry in entries if entry is not None]
 
     async def issue_claim_grant(
         self, execution_id: ExecutionId, **options: Unpack[GrantOptions]
@@ -214,6 +171,7 @@ class ValkeyClaims(Claims):
         grant_ttl_ms: int = 5000,
         lane_id: str = "",
         admitted: int = 0,
+        lost: bool = False,
         capability_hash: str = "",
         route_snapshot_json: str = "",
         admission_summary: str = "",
@@ -233,16 +191,30 @@ class ValkeyClaims(Claims):
             problem,
             tasks,
             check.whole(admitted, "admitted", 0) or "",
+            "1" if check.flag(lost, "lost") else "",
         )
-        return await self._calls.ask(
-            *(f"ff_{op}", execution_id.tag, args),
-            lambda reply: leases.ReclaimGrant(
-                execution_id=execution_id,
-                partition_key=execution_id.tag,
-                grant_key=f"{keys.grant(execution_id.tag, execution_id)}#{token}",
-                expires_at_ms=int(reply[2]),
-                lane_id=text(reply[3]),
-            ),
+        try:
+            return await self._calls.ask(
+                *(f"ff_{op}", execution_id.tag, args),
+                lambda reply: leases.ReclaimGrant(
+                    execution_id=execution_id,
+                    partition_key=execution_id.tag,
+                    grant_key=f"{keys.grant(execution_id.tag, execution_id)}#{token}",
+                    expires_at_ms=int(reply[2]),
+                    lane_id=text(reply[3]),
+                ),
+            )
+        except EngineError as error:
+            if error.code == "capability_mismatch":
+                _log_mismatch(execution_id, worker_id, csv, error.detail)
+            raise
+
+    async def release_grant(self, grant: ClaimGrant) -> None:
+        execution_id = self._granted(grant)
+        await self._calls.ask_about(
+            *(execution_id, "ff_release_grant", (_token(grant),)),
+            lambda reply: reply[2],
+            op="release_grant",
         )
 
     async def _claim(
@@ -252,7 +224,7 @@ class ValkeyClaims(Claims):
         args = (lane, worker_pair(*worker), _token(grant), ttl, *ids)
         claim = await self._calls.ask_about(
             *(execution_id, f"ff_{op}", args),
-            lambda reply: claim_of(reply[2], text(reply[3]), ttl, worker[1]),
+            lambda reply: _single_claim(reply[2], text(reply[3]), ttl, worker[1]),
         )
         return await self._completed_one(claim)
 
@@ -285,7 +257,7 @@ class ValkeyClaims(Claims):
         args = (check.text(lane_id, "lane_id"), worker, ttl, lease_id, attempt_id)
         claim = await self._calls.ask_about(
             *(execution_id, "ff_grant_and_claim", args),
-            lambda reply: claim_of(reply[2], text(reply[3]), ttl, worker_instance_id),
+            lambda reply: _single_claim(reply[2], text(reply[3]), ttl, worker_instance_id),
             op="issue_grant_and_claim",
         )
         return await self._completed_one(claim)
@@ -316,7 +288,7 @@ class ValkeyClaims(Claims):
         try:
             claim = await self._calls.ask_about(
                 *(execution_id, "ff_reclaim", args),
-                lambda reply: claim_of(reply[2], grant.lane_id, ttl, worker_instance_id),
+                lambda reply: _single_claim(reply[2], grant.lane_id, ttl, worker_instance_id),
                 op="reclaim_execution",
             )
         except EngineError as error:
@@ -367,6 +339,20 @@ def _offered(tokens: Any) -> tuple[str, str]:
         return caps.to_csv(caps.normalise(tokens, "worker")), ""
     except ValidationError as error:
         return "", error.detail
+
+
+def _log_mismatch(execution_id: ExecutionId, worker_id: str, csv: str, missing: str) -> None:
+    log.info(
+        "worker %s does not offer %s",
+        *(worker_id, missing),
+        extra={
+            "action": "capability_mismatch",
+            "execution_id": execution_id,
+            "worker_id": worker_id,
+            "worker_caps_hash": caps.log_digest(csv),
+            "required": missing,
+        },
+    )
 
 
 def _not_reclaimable(
@@ -470,12 +456,21 @@ def _candidate(row: Sequence[Any]) -> Candidate:
     )
 
 
-def _observe_waits(meter: metrics.Meter, rows: Sequence[Any], lane: str, ttl: int) -> None:
-    """How long each execution could have been claimed before it was."""
-    for row in rows:
-        if len(row) > 9:
-            waited_ms = int(row[7]) - ttl - int(row[9])
-            meter.observe("ff_claim_wait_seconds", max(0, waited_ms) / 1000, lane)
+def _observe_waits(rows: Sequence[Any], lane: str, ttl: int) -> None:
+    """Measure how long each execution could have been claimed before it was."""
+    if (meter := metrics.active()) is None:
+        return
+    with contextlib.suppress(LookupError, TypeError, ValueError):
+        for row in rows:
+            if len(row) > 9:
+                waited_ms = int(row[7]) - ttl - int(row[9])
+                meter.observe("ff_claim_wait_seconds", max(0, waited_ms) / 1000, lane)
+
+
+def _single_claim(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
+    claim = claim_of(row, lane, ttl, instance)
+    _observe_waits((row,), lane, ttl)
+    return claim
 
 
 def read_claims(request: ClaimRequest, rows: Sequence[Any]) -> list[Claim]:
@@ -494,9 +489,7 @@ def read_claims(request: ClaimRequest, rows: Sequence[Any]) -> list[Claim]:
                 problem,
                 extra={"action": "claim_unreadable", "execution_id": subject},
             )
-    if (meter := metrics.active()) is not None:
-        with contextlib.suppress(LookupError, TypeError, ValueError):
-            _observe_waits(meter, rows, lane, ttl)
+    _observe_waits(rows, lane, ttl)
     if problem is not None and not claims:
         raise problem
     return claims

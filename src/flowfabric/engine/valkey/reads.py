@@ -196,7 +196,12 @@ class ValkeyReads(Reads):
             missing_capabilities=() if near is None else near.missing,
             closest_workers=() if near is None else near.closest,
             live_workers=None if near is None else near.workers,
-            in_lane=sum(record.lane_id in worker.lanes for worker in fleet),
+            in_lane=sum(record.lane_id in worker.lanes and not worker.draining for worker in fleet),
+            draining_workers=tuple(
+                worker.worker_instance_id
+                for worker in fleet
+                if worker.draining and worker.is_for(record.lane_id, record.namespace)
+            ),
             able_workers=tuple(worker.worker_instance_id for worker in able),
             unknown_task=unknown,
             offered_to=offered_to,
@@ -215,9 +220,8 @@ class ValkeyReads(Reads):
 
 
 def _serving(record: Record, fleet: Iterable[WorkerEntry]) -> list[WorkerEntry]:
-    """The workers of the execution's lane and namespace."""
-    lane, namespace = record.lane_id, record.namespace
-    return [worker for worker in fleet if lane in worker.lanes and worker.serves(namespace)]
+    """The workers of the execution's lane and namespace that may get it."""
+    return [worker for worker in fleet if worker.serves(record.lane_id, record.namespace)]
 
 
 def _route_problem(record: Record, serving: Iterable[WorkerEntry]) -> str | None:

@@ -223,7 +223,7 @@ class ValkeyUpkeep(api.Upkeep):
         found: list[api.Drain] = []
         for namespace in await self._calls.registered(keys.DRAINS, validate_namespace):
             drains = await self._workers.drains_of(namespace)
-            found += [api.Drain(namespace, *each) for each in drains.items()]
+            found += drains.values()
             if not drains:
                 await self._forget_drains(namespace)
         return found
@@ -236,10 +236,10 @@ class ValkeyUpkeep(api.Upkeep):
 
     async def continue_drain(self, drain: api.Drain) -> int:
         instance = drain.worker_instance_id
-        held = await self._workers.refuse_claims(instance)
+        held = await self._workers.refuse_claims(instance, drain.namespaces)
         if not held or await self._calls.server_time_ms() < drain.ends_at_ms:
             return 0
-        return await self._workers.revoke_all(instance, "drained")
+        return await self._workers.revoke_all(instance, drain.namespaces, "drained")
 
     async def sweep_workers(self, namespace: str) -> int:
         def decode(reply: list[Any]) -> tuple[str, int]:

@@ -1,6 +1,7 @@
 """The registry of worker processes. Advisory: leases do not depend on it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -19,6 +20,7 @@ from flowfabric.core.stored import Stored, stored_text
 from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.api import check
 from flowfabric.engine.api.leases import Leases
+from flowfabric.engine.api.upkeep import Drain
 from flowfabric.engine.api.workers import (
     DRAIN_TIMEOUT_MS,
     Draining,
@@ -41,6 +43,8 @@ _REGISTERED: dict[bytes, Registration] = {b"registered": "registered", b"refresh
 _MARKED: dict[bytes, Removal] = {b"marked": "marked", b"not_registered": "not_registered"}
 _LANE_SEPARATOR = "\x1f"
 """Lane names may contain commas but no control characters."""
+_LAST_NAMESPACE = "\x7f"
+"""Sorts after every namespace."""
 _REASON_BYTES = 256
 _FAN_OUT = 16
 _MAX_PAGE = 10_000
@@ -53,8 +57,7 @@ class ValkeyWorkers(Workers):
         self._calls = calls
         self._places = places
         self._leases = leases
-        # Distinguishes our own repeat from another process with the same instance id.
-        self._nonce = ""
+        self._start_id = ""
 
     async def register_worker(
         self,
@@ -69,6 +72,7 @@ class ValkeyWorkers(Workers):
         namespace: str = "default",
         namespaces: Iterable[str] = (),
         only_if_absent: bool = False,
+        start_id: str | None = None,
     ) -> Registration:
         tag = _tag(namespace)
         validate_worker_id(worker_id)
@@ -76,7 +80,8 @@ class ValkeyWorkers(Workers):
         check.positive_ms(liveness_ttl_ms, "liveness_ttl_ms")
         check.flag(only_if_absent, "only_if_absent")
         no_others = not check.flag(takes_other_tasks, "takes_other_tasks")
-        self._nonce = self._nonce or new_uuid()
+        if start_id is None:
+            start_id = self._start_id = self._start_id or new_uuid()
         args = (
             worker_id,
             worker_instance_id,
@@ -84,20 +89,20 @@ class ValkeyWorkers(Workers):
             caps.to_csv(caps.normalise(capabilities, "worker")),
             liveness_ttl_ms,
             "1" if only_if_absent else "0",
-            self._nonce,
+            check.text(start_id, "start_id"),
             caps.offered_csv((), check.texts(tasks, "tasks"), no_others=no_others),
             " ".join(validate_namespaces(namespaces)),
         )
         if namespace not in self._places.known_namespaces:
             await add_names(self._calls, keys.NAMESPACES, [namespace])
             self._places.known_namespaces.add(namespace)
-        outcome, was_draining = await self._calls.ask(
+        outcome, drained = await self._calls.ask(
             *("ff_worker_register", tag, args),
-            lambda reply: (_REGISTERED[reply[2]], reply[3] == 1),
+            lambda reply: (_REGISTERED[reply[2]], _names(reply[3])),
             op="register_worker",
         )
-        if was_draining:
-            await self.refuse_claims(worker_instance_id, refuse=False)
+        if drained:
+            await self.refuse_claims(worker_instance_id, drained, refuse=False)
         return outcome
 
     async def heartbeat_worker(
@@ -128,15 +133,15 @@ class ValkeyWorkers(Workers):
             raise invalid_input("reason", f"must be printable and at most {_REASON_BYTES} bytes")
         args = (validate_worker_id(worker_instance_id, "worker_instance_id"), reason)
         revoke = check.flag(revoke_leases, "revoke_leases")
-        removal, was_draining = await self._calls.ask(
+        removal, served, drained = await self._calls.ask(
             *("ff_worker_dead", tag, args),
-            lambda reply: (_MARKED[reply[2]], reply[3] == 1),
+            lambda reply: (_MARKED[reply[2]], _names(reply[3]), _names(reply[4])),
             op="mark_worker_dead",
         )
-        if was_draining:
-            await self.refuse_claims(worker_instance_id, refuse=False)
+        if drained:
+            await self.refuse_claims(worker_instance_id, drained, refuse=False)
         if revoke:
-            await self.revoke_all(worker_instance_id, reason)
+            await self.revoke_all(worker_instance_id, served, reason)
         return removal
 
     async def drain_worker(
@@ -148,20 +153,25 @@ class ValkeyWorkers(Workers):
         tag = _tag(namespace)
         instance = validate_worker_id(worker_instance_id, "worker_instance_id")
         timeout = check.whole(timeout_ms, "timeout_ms", 0, check.MAX_EXACT)
-        is_alive = await self._calls.ask(
+        served = await self._calls.ask(
             *("ff_worker_drain", tag, (instance, timeout)),
-            lambda reply: reply[2] == b"draining",
+            lambda reply: _names(reply[3]) if reply[2] == b"draining" else None,
             op="drain_worker",
         )
-        if not is_alive:
+        if served is None:
             return NotRegistered()
         # From here on a scanner continues it.
         await add_names(self._calls, keys.DRAINS, [namespace])
-        return Draining(await self.refuse_claims(instance))
+        return Draining(await self.refuse_claims(instance, served))
 
-    async def refuse_claims(self, instance: str, *, refuse: bool = True) -> int:
-        """Give a process no more work, or again; returns how many leases it holds."""
-        args = ("1" if refuse else "0", instance)
+    async def refuse_claims(
+        self, instance: str, namespaces: Sequence[str], *, refuse: bool = True
+    ) -> int:
+        """Give a process no more work of these namespaces, or again; how many leases it holds.
+
+        `*` stands for all namespaces.
+        """
+        args = ("1" if refuse else "0", instance, " ".join(namespaces))
 
         async def tell(partition: int) -> int:
             tag = f"{{fp:{partition}}}"
@@ -173,6 +183,11 @@ class ValkeyWorkers(Workers):
 
     async def list_worker_leases(
         self, worker_instance_id: str, after: str = "", limit: int = 1000
+    ) -> WorkerLeases:
+        return await self._leases_of(worker_instance_id, ("*",), after, limit)
+
+    async def _leases_of(
+        self, worker_instance_id: str, namespaces: Sequence[str], after: str, limit: int
     ) -> WorkerLeases:
         instance = validate_worker_id(worker_instance_id, "worker_instance_id")
         with reading_cursor():
@@ -187,15 +202,21 @@ class ValkeyWorkers(Workers):
 
         pages = await finished(_FAN_OUT, held, await self._places.used_partitions())
         due = sorted(each for page in pages for each in page)
-        found, more = await damage.first(limit, due, lambda each: self._lease(each, instance))
+        found, more = await damage.first(
+            limit, due, lambda each: self._lease(each, instance, namespaces)
+        )
         last = found[-1].execution_id if more and found else None
         return WorkerLeases(tuple(found), last, tuple(damage.found))
 
-    async def _lease(self, execution_id: ExecutionId, instance: str) -> WorkerLease | None:
-        """The lease, unless it ended since the index was read."""
+    async def _lease(
+        self, execution_id: ExecutionId, instance: str, namespaces: Sequence[str]
+    ) -> WorkerLease | None:
+        """The lease, unless it ended since the index was read or is of another namespace."""
         record = await Record.read(self._calls, execution_id)
         lease = None if record is None else record.current_lease
-        if lease is None or lease.worker_instance_id != instance:
+        if record is None or lease is None or lease.worker_instance_id != instance:
+            return None
+        if "*" not in namespaces and record.namespace not in namespaces:
             return None
         return WorkerLease(
             execution_id=execution_id,
@@ -204,11 +225,11 @@ class ValkeyWorkers(Workers):
             expires_at_ms=lease.expires_at,
         )
 
-    async def revoke_all(self, instance: str, reason: str) -> int:
-        """Revoke every lease of a process; returns how many."""
+    async def revoke_all(self, instance: str, namespaces: Sequence[str], reason: str) -> int:
+        """Revoke the leases of a process in these namespaces; returns how many."""
         revoked, after = 0, ""
         while True:
-            page = await self.list_worker_leases(instance, after)
+            page = await self._leases_of(instance, namespaces, after, _MAX_PAGE)
             outcomes = await finished(
                 _FAN_OUT, lambda each: self._revoke(each, reason), page.entries
             )
@@ -236,9 +257,11 @@ class ValkeyWorkers(Workers):
         check.text(after, "after")
         limit = check.MAX_EXACT if limit is None else check.whole(limit, "limit")
         namespaces = await self._places.namespaces_in_use() if namespace is None else [namespace]
-        listed = sorted(
-            [pair for each in namespaces for pair in await self._instances(each, after)]
-        )
+        instance, _, last = after.partition(" ")
+        # Without a namespace, all entries of this instance are before the page.
+        start = (instance, last or _LAST_NAMESPACE)
+        pairs = [pair for each in namespaces for pair in await self._instances(each)]
+        listed = sorted(pair for pair in pairs if pair > start)
         found, _ = await Damage("list_workers").first(
             max(0, limit), listed, lambda each: self._worker(*each)
         )
@@ -252,16 +275,19 @@ class ValkeyWorkers(Workers):
             for entry in found
         ]
 
-    async def drains_of(self, namespace: str) -> dict[str, int]:
-        """The processes of a namespace that are being drained, with the end of that."""
+    async def drains_of(self, namespace: str) -> dict[str, Drain]:
+        """The processes of a namespace that are being drained, by instance id."""
         key = keys.drains(_tag(namespace))
-        found = await self._calls.read(f"{key}: drains", "ZRANGE", key, 0, -1, "WITHSCORES")
-        return {lossless(instance): int(ends_at) for instance, ends_at in found}
+        found = await self._calls.read(f"{key}: drains", "HGETALL", key)
+        stored = Stored.from_hash(f"{key}: drains", found)
+        return {
+            each: stored.parsed(each, partial(_drain, namespace, each)) for each in stored.fields
+        }
 
-    async def _instances(self, namespace: str, after: str) -> list[tuple[str, str]]:
+    async def _instances(self, namespace: str) -> list[tuple[str, str]]:
         index = keys.workers(_tag(namespace))
         members = await self._calls.read(f"namespace {namespace}: workers", "HKEYS", index)
-        return [(name, namespace) for name in map(lossless, members) if name > after]
+        return [(name, namespace) for name in map(lossless, members)]
 
     async def _worker(self, instance: str, namespace: str) -> WorkerEntry | None:
         context = f"worker {shown(instance)}"
@@ -286,6 +312,15 @@ class ValkeyWorkers(Workers):
             liveness_ttl_ms=stored.number("ttl_ms"),
             registered_at_ms=stored.number("registered_at_ms"),
         )
+
+
+def _names(stored: bytes) -> tuple[str, ...]:
+    return tuple(stored.decode().split())
+
+
+def _drain(namespace: str, instance: str, stored: str) -> Drain:
+    ends_at, *namespaces = stored.split()
+    return Drain(namespace, instance, int(ends_at), tuple(namespaces))
 
 
 def _tag(namespace: str) -> str:

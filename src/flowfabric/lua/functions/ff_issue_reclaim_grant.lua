@@ -7,8 +7,7 @@
 --   grant_already_exists, invalid_capabilities, capability_mismatch, max_retries_exhausted (the
 --   execution has failed, now or before), invalid_input (lane_mismatch). Events: completion (at the cap).
 granting.register_function('ff_issue_reclaim_grant', record.checked_lease, function(c, id, rec, args)
-  return (workers.is_draining(c, record.instance_of(args[3])) and reply.err('execution_not_reclaimable'))
-    or claiming.reclaim_problem(c, rec)
+  return claiming.reclaim_problem(c, rec, args[3])
     or granting.repeated(c, id, rec, args[6])
     or granting.capability_problem(c, id, rec, args)
     or claiming.cap_problem(c, id, rec)

@@ -1,15 +1,9 @@
--- ff_refuse_claims: give no more work of a partition to worker processes, or give it again.
--- Keys: draining, worker leases. Arguments: 1 to refuse | 0 to give again, then per process: instance.
--- Replies: number of leases that they hold here. Errors: none. Events: none.
+-- ff_refuse_claims: give no more work of some namespaces to a worker process, or give it again.
+-- Keys: draining, worker leases, core. Arguments: 1 to refuse | 0 to give again, instance, namespaces
+--   (separated by spaces; `*` stands for all).
+-- Replies: number of leases of these namespaces that it holds here. Errors: none. Events: none.
 register('ff_refuse_claims', function(keys, args)
-  local c, held = Context.open(keys[1]), 0
-  for i = 2, #args do
-    if args[1] == '1' then
-      workers.mark_draining(c, args[i])
-    else
-      server.call('ZREM', K.index(c.tag, 'draining'), args[i])
-    end
-    held = held + server.call('SCARD', K.worker_leases(c.tag, args[i]))
-  end
-  return reply.ok(held)
+  local c = Context.open(keys[1])
+  workers.mark(c, args[2], args[3], args[1] == '1')
+  return reply.ok(workers.held(c, args[2], args[3]))
 end, { 'allow-oom' })

@@ -45,6 +45,7 @@ offers.of = values.memo(function(text)
     namespaces[#namespaces + 1], serves[namespace] = namespace, true
   end
   offered.no_other_tasks = offered.tokens[NO_OTHER_TASKS]
+  offered.namespaces = namespaces
   offered.serves_default = not namespaces or serves.default or false
   offered.own = own_signatures(namespaces, tasks)
   offered.covers = values.memo(function(signature)
@@ -60,6 +61,21 @@ function offers.takes(offered, rec)
   local signature = waiting.signature(rec)
   if not signature then return offered.serves_default end
   return offered.covers(signature)
+end
+
+-- What is left of an offer where the worker is being drained; nil if that is nothing.
+function offers.undrained(c, want, offered)
+  local drained = workers.drained_in(c, want.worker)
+  if not drained then return offered end
+  local any = not offered.namespaces
+  for _, namespace in ipairs(offered.namespaces or NONE) do any = any or not drained[namespace] end
+  if drained['*'] or not any then return nil end
+  return setmetatable({
+    serves_default = offered.serves_default and not drained.default,
+    covers = function(signature)
+      return not drained[waiting.parts(signature)] and offered.covers(signature)
+    end,
+  }, { __index = offered })
 end
 
 -- The namespace that got the last lease, by lane and partition: the next one in order is in turn.
@@ -114,26 +130,22 @@ local function covered(c, want, offered)
   return want.spaces
 end
 
--- Whether the lane has no settings here, nothing to reclaim, and no signature that the worker covers.
--- Also finds out whether the worker gets anything at all.
-function offers.is_plain(c, want, offered)
-  local lane, instance = want.lane, record.instance_of(want.worker)
-  if not offered.serves_default then
-    want.refused = workers.is_draining(c, instance)
-    return false
-  end
+-- The offer as far as the worker is not being drained here, or nil; and whether the claim is plain:
+-- the lane has no settings here, nothing to reclaim, and no signature that the worker covers.
+function offers.opened(c, want, offered)
+  local lane = want.lane
   local lost, config = K.lane(c.tag, lane, 'reclaimable'), K.lane(c.tag, lane, 'config')
   -- Usually none of these exists, and one command tells it.
-  if server.call('EXISTS', K.lane(c.tag, lane, 'sigs'), lost, config, K.index(c.tag, 'draining')) > 0
-  then
-    want.refused = workers.is_draining(c, instance)
-    if server.call('EXISTS', lost, config) > 0
+  if not offered.serves_default or server.call('EXISTS', K.lane(c.tag, lane, 'sigs'), lost, config,
+      K.index(c.tag, 'draining')) > 0 then
+    offered = offers.undrained(c, want, offered)
+    if not offered or not offered.serves_default or server.call('EXISTS', lost, config) > 0
         or not offers.only_plain(covered(c, want, offered)) then
-      return false
+      return offered, false
     end
   end
   c.lanes[lane] = Context.DEFAULTS
-  return true
+  return offered, true
 end
 
 function offers.only_plain(spaces) return #spaces == 1 and #spaces[1].signatures == 1 end

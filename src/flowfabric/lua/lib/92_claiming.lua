@@ -33,12 +33,12 @@ end
 
 -- The error if an execution has no lost lease to reclaim, or nil. One that ended at its cap says so
 -- again; a caller's own cap is not on the record, but the count had reached it.
-function claiming.reclaim_problem(c, rec, fallback)
+function claiming.reclaim_problem(c, rec, worker, fallback)
   if S.is_terminal(rec.state) and rec.ended_by == 'reclaim_cap' then
     local cap = math.min(claiming.reclaim_cap(rec, fallback), tonumber(rec.lease_reclaim_count or 0))
     return reply.err('max_retries_exhausted', values.text(cap))
   end
-  if not S.is_lease_lost(rec.state) or c:is_closed(rec.lane_id) then
+  if not S.is_lease_lost(rec.state) or c:is_closed(rec.lane_id) or workers.is_drained(c, worker, rec) then
     return reply.err('execution_not_reclaimable')
   end
 end
@@ -363,11 +363,9 @@ end
 function claiming.admitted(c, want, ids, runs)
   local again = earlier(c, want)
   if again then return again end
-  local offered, rows = offers.of(want.capabilities), {}
-  local refused = c:is_closed(want.lane)
-    or workers.is_draining(c, record.instance_of(want.worker))
+  local offered, rows = offers.undrained(c, want, offers.of(want.capabilities)), {}
   want.admitted = true
-  for i, id in ipairs(refused and NONE or ids) do
+  for i, id in ipairs(offered and not c:is_closed(want.lane) and ids or NONE) do
     if #rows < want.max then try(consider_admitted, c, want, offered, id, runs[i], rows) end
   end
   c:flush()
@@ -385,8 +383,8 @@ function claiming.many(c, want)
   end
   local rows, left, crowded, stuck = {}, 0, NONE, NONE
   if not take_kept(c, want, rows) then
-    if want.plain == nil then want.plain = offers.is_plain(c, want, offered) end
-    if want.refused then return NONE, REFUSED end
+    if want.plain == nil then offered, want.plain = offers.opened(c, want, offered) end
+    if not offered then return NONE, REFUSED end
     if c:is_closed(want.lane) then return NONE, 0 end
     local limit = want.max - #rows
     if limit == 0 then
@@ -415,6 +413,6 @@ function claiming.wanted(args, first)
     ttl = tonumber(args[first + 3]), max = tonumber(args[first + 4]),
     lease_prefix = args[first + 5], attempt_prefix = args[first + 6],
     most_looked = offers.MAX_LOOKED, bytes = 0, plain = nil, suffix = nil, awake = nil, unknown = nil,
-    spaces = nil, rest = nil, memo = nil, known = nil, refused = nil, needing = nil, admitted = nil,
+    spaces = nil, rest = nil, memo = nil, known = nil, needing = nil, admitted = nil,
   }
 end

@@ -1,5 +1,6 @@
 """Grants for workers that claim through the server, and holding executions back (10 §3.3)."""
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -7,12 +8,18 @@ import msgspec
 from flowfabric.core import capabilities as caps
 from flowfabric.core.contracts.leases import Blocked, ClaimGrant, Granted, NotReclaimable
 from flowfabric.core.errors import engine_error
-from flowfabric.core.ids import ExecutionId, validate_lane, validate_worker_id
+from flowfabric.core.ids import (
+    ExecutionId,
+    validate_lane,
+    validate_namespace,
+    validate_worker_id,
+)
 from flowfabric.engine.api import check
 from flowfabric.engine.api.claims import GrantOptions
-from flowfabric.scheduler.grants import NoWork
+from flowfabric.scheduler.grant_search import GrantRequest
 from flowfabric.server.bodies import U64, OfExecution
 from flowfabric.server.calls import Call
+from flowfabric.server.exchange import ClientGone
 from flowfabric.server.problems import Problem
 from flowfabric.server.queries import NoQuery, WaitQuery
 from flowfabric.server.routing import Routes
@@ -21,7 +28,6 @@ from flowfabric.server.wire import Reply, answer, variant
 
 routes = Routes()
 _MAX_GRANT_TTL_MS = 60_000
-_RING_S = 5.0
 _PAUSED = "paused_by_operator"
 
 
@@ -33,14 +39,21 @@ class ClaimBody(msgspec.Struct, frozen=True, kw_only=True):
     grant_ttl_ms: U64
     worker_id: str | None = None
     capabilities: list[str] = []
+    tasks: list[str] = []
+    """The tasks that the worker knows: it also gets executions that other workers left to it."""
+    namespace: str | None = None
+    """Only work of this namespace; by default, that of all that the token allows."""
 
 
-def _check_claim(worker_id: str, instance: str, lane_id: str, ttl_ms: int) -> None:
-    """The checks of both claims, in the order that the specification gives."""
+def _check_claim(
+    worker_id: str, instance: str, lane_id: str, ttl_ms: int, capabilities: list[str]
+) -> tuple[str, ...]:
+    """The checks of both claims, in the order that the specification gives; the capabilities."""
     validate_worker_id(worker_id)
     validate_worker_id(instance, "worker_instance_id")
     validate_lane(lane_id)
     check.whole(ttl_ms, "grant_ttl_ms", 1, _MAX_GRANT_TTL_MS)
+    return caps.normalise(capabilities, "worker")
 
 
 @routes.post(
@@ -51,45 +64,48 @@ def _check_claim(worker_id: str, instance: str, lane_id: str, ttl_ms: int) -> No
 async def claim_for_worker(call: Call[ClaimBody, WaitQuery]) -> Reply:
     """Reserve one waiting execution for a worker; with `wait_ms`, wait for one."""
     body, worker_id = call.body, call.worker("worker_id")
-    _check_claim(worker_id, body.worker_instance_id, body.lane_id, body.grant_ttl_ms)
-    offered = caps.normalise(body.capabilities, "worker")
-
-    async def claim() -> ClaimGrant | None:
-        for namespace in call.caller.namespaces or (None,):
-            found = await call.services.grants.claim_for_worker(
-                body.lane_id,
-                worker_id,
-                body.worker_instance_id,
-                worker_capabilities=offered,
-                grant_ttl_ms=body.grant_ttl_ms,
-                namespace=namespace,
-            )
-            if not isinstance(found, NoWork):
-                return found
-        return None
-
-    grant = await claim()
-    if grant is None and call.query.wait_ms:
-        grant = await _await_work(call, claim)
-    if grant is None:
-        return Reply(204)
-    return answer(grant)
+    instance = body.worker_instance_id
+    offered = _check_claim(worker_id, instance, body.lane_id, body.grant_ttl_ms, body.capabilities)
+    spaces = call.caller.namespaces
+    namespaces = None if spaces is None else tuple(sorted(spaces))
+    if body.namespace is not None:
+        call.check_namespace(validate_namespace(body.namespace))
+        namespaces = (body.namespace,)
+    grant = await _claimed(
+        call,
+        GrantRequest(
+            lane_id=body.lane_id,
+            worker_id=worker_id,
+            worker_instance_id=instance,
+            capabilities=offered,
+            tasks=tuple(sorted(set(check.texts(body.tasks, "tasks")))),
+            grant_ttl_ms=body.grant_ttl_ms,
+            namespaces=namespaces,
+        ),
+    )
+    return Reply(204) if grant is None else answer(grant)
 
 
-async def _await_work(call: Call[ClaimBody, WaitQuery], claim: Any) -> ClaimGrant | None:
-    bell = call.backend.wakeups.listen([call.body.lane_id])
-
-    async def until_claimed() -> ClaimGrant:
-        while True:
-            # Rings may be lost, so it also looks now and then.
-            await bell.wait(_RING_S)
-            if (grant := await claim()) is not None:
-                return grant
-
+async def _claimed(call: Call[ClaimBody, WaitQuery], request: GrantRequest) -> ClaimGrant | None:
+    """A grant. The claim outlives a client that leaves, so that its grant can be returned."""
+    desk = call.services.grant_desk
+    given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    work = call.services.run(
+        desk.claim(request, call.query.wait_ms / 1000, given_up), "ff-claim-for-worker"
+    )
+    gone = asyncio.ensure_future(call.request.disconnected())
     try:
-        return await call.until(until_claimed, call.query.wait_ms)
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not gone.done():
+            return work.result()
+        if work.done() and work.exception() is None and (grant := work.result()) is not None:
+            await desk.release(grant)
+        raise ClientGone
     finally:
-        await bell.aclose()
+        gone.cancel()
+        if not work.done():
+            given_up.set_result(None)
+            work.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 class ReclaimBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,11 +128,14 @@ class ReclaimBody(msgspec.Struct, frozen=True, kw_only=True):
 async def issue_reclaim_grant(call: Call[ReclaimBody, NoQuery]) -> Reply:
     """Reserve an execution whose worker lost its lease."""
     body, execution_id = call.body, call.execution_id()
-    _check_claim(body.worker_id, body.worker_instance_id, body.lane_id, body.grant_ttl_ms)
+    offered = _check_claim(
+        *(body.worker_id, body.worker_instance_id, body.lane_id, body.grant_ttl_ms),
+        body.worker_capabilities,
+    )
     options: GrantOptions = {
         "worker_id": body.worker_id,
         "worker_instance_id": body.worker_instance_id,
-        "worker_capabilities": body.worker_capabilities,
+        "worker_capabilities": offered,
         "grant_ttl_ms": body.grant_ttl_ms,
         "lane_id": body.lane_id,
         "capability_hash": body.capability_hash or "",

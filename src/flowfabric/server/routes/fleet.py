@@ -1,7 +1,7 @@
 """Lanes, workers and leases (10 §3.7)."""
 
 import base64
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,6 +18,7 @@ from flowfabric.server.wire import Reply, answer, encode, struct, tagged, varian
 
 routes = Routes()
 _DRAIN_MS = 30_000
+P = TypeVar("P", bound=tuple[int | str, ...])
 
 
 @routes.get("/v1/lanes", scope="read", answers={200: Listed("lanes", str)})
@@ -84,8 +85,9 @@ async def list_workers(call: Call[None, WorkersQuery]) -> Reply:
     query = call.query
     if not query.size:
         return answer({"workers": [], "next_cursor": None})
-    found = await call.backend.workers.list_workers(query.namespace, query.cursor, query.size)
-    more = found[-1].worker_instance_id if len(found) == query.size else None
+    after = " ".join(_position(query.cursor, tuple[str, str]) or ())
+    found = await call.backend.workers.list_workers(query.namespace, after, query.size)
+    more = _sealed(tuple(found[-1].cursor.split(" "))) if len(found) == query.size else None
     rows = [struct(worker) for worker in found if call.caller.sees(worker.namespace)]
     return answer({"workers": rows, "next_cursor": more})
 
@@ -105,7 +107,7 @@ async def list_expired_leases(call: Call[None, ExpiredQuery]) -> Reply:
         return answer({"leases": [], "next_cursor": None})
     page = await call.backend.leases.list_expired_leases(
         query.as_of,
-        after=_position(query.cursor),
+        after=_position(query.cursor, tuple[int, str]),
         limit=query.size,
         namespace=query.namespace,
     )
@@ -113,18 +115,18 @@ async def list_expired_leases(call: Call[None, ExpiredQuery]) -> Reply:
     return answer({"leases": rows, "next_cursor": _sealed(page.cursor)})
 
 
-def _sealed(position: tuple[int, str] | None) -> str | None:
+def _sealed(position: tuple[int | str, ...] | None) -> str | None:
     if position is None:
         return None
     return base64.urlsafe_b64encode(encode(position)).decode().rstrip("=")
 
 
-def _position(cursor: str) -> tuple[int, str] | None:
+def _position(cursor: str, kind: type[P]) -> P | None:
     if not cursor:
         return None
     try:
         raw = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
-        return msgspec.json.decode(raw, type=tuple[int, str])
+        return msgspec.json.decode(raw, type=kind)
     except (ValueError, msgspec.MsgspecError):
         raise Problem("invalid_cursor", "is not a cursor of this listing") from None
 
