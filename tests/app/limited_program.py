@@ -15,7 +15,7 @@ def application(url: str) -> tuple[ff.Fabric, ff.Task[[int], int]]:
     """An application with one task that fails now and then."""
     app = ff.Fabric(url)
 
-    @app.task(quota=QUOTA, retry=ff.Retry(5, "50ms"))
+    @app.task(quota=QUOTA, retry=ff.Retry(5, "500ms"))
     async def call(ctx: ff.Context, number: int) -> int:
         tell("started")
         await asyncio.sleep(0.03)

