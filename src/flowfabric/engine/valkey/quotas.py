@@ -5,6 +5,7 @@ import logging
 import os
 import random
 from collections.abc import Awaitable, Sequence
+from itertools import chain
 from typing import Any
 
 from flowfabric.core.contracts import ListingPage
@@ -65,8 +66,9 @@ _STATUS = (
     *(*_FIELDS, "created_at", "window_count", "slots_held", "oldest_entry_at"),
     *("retry_after_ms", "name"),
 )
+_ALL = ""
 _Run = tuple[ExecutionId, int | str]
-"""An execution and the number of one of its runs; empty for all of them."""
+"""An execution and the number of one of its runs, or `_ALL`."""
 
 
 class ValkeyQuotas(Quotas):
@@ -234,8 +236,8 @@ class ValkeyQuotas(Quotas):
             error = corrupt("quota_policy_id", shown(quota_policy_id), "is not a UUID")
             return [error for _ in execution_ids]
         tag = self._tag(quota_policy_id)
-        answers: list[Admission | Unlimited | EngineError] = []
-        for part in chunks(_of_runs(execution_ids, runs or [0] * len(execution_ids)), _BATCH):
+        answers = list[Admission | Unlimited | EngineError]()
+        for part in chunks(_of_runs(execution_ids, runs), _BATCH):
             try:
                 answers += await self._admit(tag, quota_policy_id, part, ttl)
             except NotFoundError:
@@ -264,11 +266,10 @@ class ValkeyQuotas(Quotas):
         def decode(reply: list[Any]) -> list[Admission | Unlimited]:
             if reply[2] == b"unlimited":
                 return [Unlimited() for _ in asked]
-            admitted = Admitted(request)
-            jitter = int(reply[3])
+            admitted, jitter = Admitted(request), int(reply[3])
             return [_admission(text(word), admitted, jitter) for word in reply[2]]
 
-        args = (quota_policy_id, request, ttl, *(part for run in asked for part in run))
+        args = (quota_policy_id, request, ttl, *chain(*asked))
         return await self._calls.ask("ff_quota_admit", tag, args, decode, op="check_admission")
 
     async def confirm_admission(
@@ -279,8 +280,7 @@ class ValkeyQuotas(Quotas):
     async def release_admission(
         self, quota_policy_id: str, execution_id: ExecutionId, *, run: int | None = None
     ) -> None:
-        known = [self._calls.checked(execution_id)]
-        over = _all_of(known) if run is None else _of_runs(known, [run])
+        over = _of_runs([self._calls.checked(execution_id)], () if run is None else (run,), _ALL)
         await self._release(quota_policy_id, "", over)
 
     async def confirm_many(
@@ -290,7 +290,7 @@ class ValkeyQuotas(Quotas):
         *,
         runs: Sequence[int] = (),
     ) -> None:
-        for part in chunks(_of_runs(execution_ids, runs or [0] * len(execution_ids)), _BATCH):
+        for part in chunks(_of_runs(execution_ids, runs), _BATCH):
             await _unless_missing(self._confirm(quota_policy_id, part))
 
     async def release_many(
@@ -302,16 +302,15 @@ class ValkeyQuotas(Quotas):
         rollback: str = "",
     ) -> None:
         check.text(rollback, "rollback")
-        over = _of_runs(execution_ids, runs) if runs else _all_of(execution_ids)
-        for part in chunks(over, _BATCH):
+        for part in chunks(_of_runs(execution_ids, runs, _ALL), _BATCH):
             await _unless_missing(self._release(quota_policy_id, rollback, part))
 
     async def _confirm(self, quota_policy_id: str, claimed: Sequence[_Run]) -> None:
-        args = [part for run in claimed for part in run]
+        args = tuple(chain(*claimed))
         await self._send("ff_quota_confirm", quota_policy_id, args, op="confirm_admission")
 
     async def _release(self, quota_policy_id: str, request: str, over: Sequence[_Run]) -> None:
-        args, op = (request, *(part for run in over for part in run)), "release_admission"
+        args, op = (request, *chain(*over)), "release_admission"
         reply = await self._send("ff_quota_release", quota_policy_id, args, op=op)
         await self._open(quota_policy_id, int(reply[3]), int(reply[4]))
 
@@ -371,9 +370,8 @@ class ValkeyQuotas(Quotas):
         by_time: Sequence[int | str] = places or [""] * len(execution_ids)
         for part in chunks(list(zip(execution_ids, by_time, strict=True)), _BATCH):
             args = [arg for pair in part for arg in pair]
-            await _unless_missing(
-                self._send("ff_quota_block", quota_policy_id, args, op="note_blocked")
-            )
+            call = self._send("ff_quota_block", quota_policy_id, args, op="note_blocked")
+            await _unless_missing(call)
 
     async def forget_blocked(
         self, quota_policy_id: str, execution_ids: Sequence[ExecutionId]
@@ -421,9 +419,7 @@ class ValkeyQuotas(Quotas):
 
     async def reconcile_quota_counters(self, partition: int) -> QuotaReconciliation:
         number = check.whole(partition, "partition", 0, self._calls.counts.quota - 1)
-        tag = f"{{q:{number}}}"
-        policies = changed = errors = 0
-        after = b""
+        tag, after, policies, changed, errors = f"{{q:{number}}}", b"", 0, 0, 0
         while members := await self._index_page(tag, after, _POLICIES_AT_ONCE):
             for member in members:
                 audit = SlotAudit(self._calls, tag, lossless(member))
@@ -491,12 +487,9 @@ def _admission(word: str, admitted: Admitted, jitter_ms: int) -> Admission:
             raise ValueError(word)
 
 
-def _of_runs(ids: Sequence[ExecutionId], runs: Sequence[int]) -> list[_Run]:
-    return [(each, check.whole(run, "run", 0)) for each, run in zip(ids, runs, strict=True)]
-
-
-def _all_of(ids: Sequence[ExecutionId]) -> list[_Run]:
-    return [(each, "") for each in ids]
+def _of_runs(ids: Sequence[ExecutionId], runs: Sequence[int], default: int | str = 0) -> list[_Run]:
+    numbers = [check.whole(run, "run", 0) for run in runs] or [default] * len(ids)
+    return list(zip(ids, numbers, strict=True))
 
 
 async def _unless_missing(call: Awaitable[object]) -> None:

@@ -3,7 +3,7 @@
 -- Arguments: lane, worker (`id instance`), capabilities CSV, lease ttl ms, max, lease id prefix,
 --   attempt id prefix, then per execution: execution id, the number of the run that was admitted.
 -- Replies: rows; those that cannot be claimed now are missing. Errors: none.
--- Events: acquired, completion (with its flow).
+-- Events: acquired, reclaimed, completion (at the cap).
 register('ff_claim_admitted', function(keys, args)
   local c = Context.open(keys[1], #args > 9)
   local rows = claiming.admitted(c, claiming.wanted(args, 1), quota.runs(args, 8))
