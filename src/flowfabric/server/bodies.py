@@ -116,7 +116,7 @@ def _policy(value: Any) -> PolicyObject:
         raise _PolicyRefused(error) from None
 
 
-_JSON_TYPES = {dict: "object", list: "array", type(None): "null"}
+_JSON_TYPES: dict[type, str] = {dict: "object", list: "array", type(None): "null"}
 
 
 def _expect(value: object, kind: type) -> None:
