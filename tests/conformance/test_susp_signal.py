@@ -44,7 +44,7 @@ async def test_bad_input_is_told_before_any_lookup(engine: Engine) -> None:
         ("resume_delay_ms", deliver(ghost, point, "", "x", resume_delay_ms=-1)),
         ("max_signals", deliver(ghost, point, "", "x", max_signals_per_execution=-1)),
         ("signal_maxlen", deliver(ghost, point, "", "x", signal_maxlen=0)),
-        ("created_at", deliver(ghost, point, "", "x", created_at=-1)),
+        ("created_at", deliver(ghost, point, "", "x", created_at=2**63)),
     ]
     for field, call in cases:
         problem = await refused(call, "invalid_input")

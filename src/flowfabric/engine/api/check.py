@@ -26,7 +26,7 @@ _MAX_DETAILS_BYTES = 8192
 _encode_json = msgspec.json.Encoder().encode
 _decode_json = msgspec.json.Decoder().decode
 _is_tag = re.compile(r"\{fp:(0|[1-9][0-9]{0,4})\}").fullmatch
-_is_label = re.compile(r"[ -~]{0,128}").fullmatch
+_is_label = re.compile(r"[ -~]{0,256}").fullmatch
 _is_pair = re.compile(r"[0-9a-f-]{36}/[0-9]{1,20}").fullmatch
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ def label(value: Any, field: str) -> str:
     if not isinstance(value, str):
         raise _wrong_type(field, "text", value)
     if _is_label(value) is None:
-        raise invalid_input(field, "must be at most 128 printable ASCII characters")
+        raise invalid_input(field, "must be at most 256 printable ASCII characters")
     return value
 
 
