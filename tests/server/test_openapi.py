@@ -66,8 +66,11 @@ def test_the_body_of_create_is_the_struct_that_validates() -> None:
     assert schema["properties"]["priority"]["anyOf"][0]["minimum"] == -(2**31)
 
 
+DOCUMENT = document(all_routes())
+
+
 def parameters(method: str, path: str) -> dict[tuple[str, str], Any]:
-    operation = document(all_routes())["paths"][path][method]
+    operation = DOCUMENT["paths"][path][method]
     return {(each["in"], each["name"]): each for each in operation.get("parameters", ())}
 
 
@@ -76,7 +79,7 @@ def test_headers_that_callers_send() -> None:
     found = parameters("post", callback)
     assert found["header", "X-FF-Waitpoint-Token"]["required"] is True
     assert ("header", "Idempotency-Key") in found
-    for path, methods in document(all_routes())["paths"].items():
+    for path, methods in DOCUMENT["paths"].items():
         for method in methods:
             names = {name for place, name in parameters(method, path) if place == "header"}
             assert ("Idempotency-Key" in names) is (method in ("post", "put")), path
@@ -84,7 +87,7 @@ def test_headers_that_callers_send() -> None:
 
 
 def test_other_forms_of_a_body() -> None:
-    paths = document(all_routes())["paths"]
+    paths = DOCUMENT["paths"]
     forms = {
         path: set(paths[path]["post"]["requestBody"]["content"]) - {"application/json"}
         for path in ("/v1/executions", "/v1/bulk/executions", "/v1/bulk/cancel", "/v1/flows")
@@ -101,7 +104,7 @@ def test_other_forms_of_a_body() -> None:
 
 
 def test_the_policy_is_the_struct_that_validates() -> None:
-    schemas = document(all_routes())["components"]["schemas"]
+    schemas = DOCUMENT["components"]["schemas"]
     (policy,) = (
         each["$ref"]
         for each in schemas["CreateExecution"]["properties"]["policy"]["anyOf"]
