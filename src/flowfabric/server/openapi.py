@@ -11,7 +11,7 @@ from flowfabric.core.contracts import NamedOutcome
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.version import __version__
-from flowfabric.server.bodies import LaneName, PolicyObject, Uuid
+from flowfabric.server.bodies import LaneName, PolicyObject
 from flowfabric.server.routing import Route
 from flowfabric.server.schemas import EVENTS, RAW, Content, Listed, Variants
 from flowfabric.server.wire import variant_name
@@ -21,7 +21,7 @@ _UUID = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _ID = rf"^\{{fp:[0-9]{{1,5}}\}}:{_UUID}$"
 _parameter = re.compile(r"([\w-]+)/\{(\w+)\}").findall
 _PATH_ID = {"type": "string", "pattern": rf"^(\{{fp:[0-9]{{1,5}}\}}:|[0-9]{{1,5}}-){_UUID}$"}
-_PATH_UUID = msgspec.json.schema(Uuid)
+_PATH_UUID = {"type": "string", "format": "uuid"}
 # What the parameter after each of these words is; elsewhere it is any text.
 _PATH_SCHEMAS: dict[str, dict[str, Any]] = {
     "executions": _PATH_ID,
