@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -202,6 +203,34 @@ async def test_nesting_is_counted_outside_of_strings(
 ) -> None:
     body = ("[" * depth + inside + "]" * depth).encode()
     assert (await http.post(PATH, body, content_type="application/json")).status == status
+
+
+async def test_a_head_that_does_not_end_is_given_up(
+    serve: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.server.listener.HEAD_TIMEOUT_S", 0.2)
+    async with serve() as http, connected(http) as (reader, writer):
+        writer.write(b"GET /livez HTTP/1.1\r\nhost: t\r\nx-slow: ")
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
+        assert (await http.get("/livez")).status == 200
+
+
+async def test_a_connection_whose_body_is_late_makes_room_for_others(
+    serve: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.server.exchange.BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("flowfabric.server.listener.connections_allowed", lambda: 1)
+    head = f"POST {PATH} HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\n"
+    async with serve() as http, connected(http) as (reader, writer):
+        writer.write(f"{head}content-length: 500\r\n\r\n{{".encode())
+        status, headers = await read_head(reader)
+        refused = json.loads(await reader.readexactly(int(headers["content-length"])))
+        assert (status, refused["detail"]) == (400, "body: did not arrive within 0.05 s")
+        # The client still sends, but no request runs.
+        writer.write(b" ")
+        assert (await http.get("/livez")).status == 200
+        assert await is_closed(reader)
 
 
 async def test_clients_that_leave_in_the_middle_of_a_body_hold_nothing(

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from urllib.parse import quote
 
+import pytest
+
+from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.server.openapi import document, page
+from flowfabric.server.routes.executions import CreateExecution
 from flowfabric.server.routes.table import all_routes
 from tests.server.conftest import Serving
 from tests.support.http import Http
@@ -59,6 +64,88 @@ def test_the_body_of_create_is_the_struct_that_validates() -> None:
     schema = made["components"]["schemas"][name]
     assert schema["required"] == ["namespace", "execution_kind"]
     assert schema["properties"]["priority"]["anyOf"][0]["minimum"] == -(2**31)
+
+
+UUID = "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
+DOCUMENT = document(all_routes())
+
+
+def parameters(method: str, path: str) -> dict[tuple[str, str], Any]:
+    operation = DOCUMENT["paths"][path][method]
+    return {(each["in"], each["name"]): each for each in operation.get("parameters", ())}
+
+
+def test_headers_that_callers_send() -> None:
+    callback = "/v1/callbacks/executions/{id}/waitpoints/{waitpoint_id}"
+    found = parameters("post", callback)
+    assert found["header", "X-FF-Waitpoint-Token"]["required"] is True
+    assert ("header", "Idempotency-Key") in found
+    for path, methods in DOCUMENT["paths"].items():
+        for method in methods:
+            names = {name for place, name in parameters(method, path) if place == "header"}
+            assert ("Idempotency-Key" in names) is (method in ("post", "put")), path
+            assert ("Last-Event-ID" in names) is path.endswith("/events"), path
+
+
+def test_other_forms_of_a_body() -> None:
+    paths = DOCUMENT["paths"]
+    forms = {
+        path: set(paths[path]["post"]["requestBody"]["content"]) - {"application/json"}
+        for path in ("/v1/executions", "/v1/bulk/executions", "/v1/bulk/cancel", "/v1/flows")
+    }
+    assert list(forms.values()) == [
+        {"application/octet-stream"},
+        *({"application/x-ndjson"}, {"application/x-ndjson"}),
+        set(),
+    ]
+    raw = parameters("post", "/v1/executions")
+    fields = set(CreateExecution.__struct_fields__) - {"input_payload", "input_payload_b64"}
+    assert {name for place, name in raw if place == "query"} == fields
+    assert "application/json" in raw["query", "policy"]["content"]
+
+
+def test_the_policy_is_the_struct_that_validates() -> None:
+    schemas = DOCUMENT["components"]["schemas"]
+    (policy,) = (
+        each["$ref"]
+        for each in schemas["CreateExecution"]["properties"]["policy"]["anyOf"]
+        if "$ref" in each
+    )
+    found = schemas[policy.rpartition("/")[2]]["properties"]
+    assert set(found) == set(ExecutionPolicy.__struct_fields__)
+    assert found["max_replay_count"] == {
+        "type": "integer",
+        "minimum": 0,
+        "maximum": 2**32 - 1,
+        "default": 10,
+    }
+
+
+@pytest.mark.parametrize(
+    ("noun", "given", "fits"),
+    [
+        ("/v1/executions/{id}", "{fp:7}:11111111-2222-4333-8444-555555555555", True),
+        ("/v1/executions/{id}", "7-11111111-2222-4333-8444-555555555555", True),
+        ("/v1/executions/{id}", "11111111-2222-4333-8444-555555555555", False),
+        ("/v1/flows/{id}", "11111111-2222-4333-8444-555555555555", True),
+        ("/v1/flows/{id}", "nope", False),
+        ("/v1/budgets/{id}", "nope", False),
+        ("/v1/quotas/{id}", "nope", False),
+        ("/v1/admin/rotations/{id}", "nope", False),
+        ("/v1/lanes/{lane}", "a b", True),
+        ("/v1/lanes/{lane}", "a" * 65, False),
+    ],
+)
+async def test_patterns_of_ids_are_those_that_the_server_checks(
+    http: Http, noun: str, given: str, *, fits: bool
+) -> None:
+    (schema,) = (
+        each["schema"] for (place, _), each in parameters("get", noun).items() if place == "path"
+    )
+    pattern = UUID if schema.get("format") == "uuid" else schema["pattern"]
+    assert (re.search(pattern, given) is not None) is fits
+    found = await http.get(re.sub(r"\{\w+\}", lambda _: quote(given, safe=""), noun))
+    assert (found.status == 400) is not fits
 
 
 def test_the_page_shows_every_path() -> None:

@@ -52,8 +52,9 @@ def _integer(low: int, high: int) -> _Parser:
 
 
 _i32 = _integer(-(2**31), 2**31 - 1)
-U32 = Annotated[int, _integer(0, _U32_MAX)]
-U64 = Annotated[int, _integer(0, 2**64 - 1)]
+# The second mark is for schemas, which know no bound of 64 bits.
+U32 = Annotated[int, _integer(0, _U32_MAX), msgspec.Meta(ge=0, le=_U32_MAX)]
+U64 = Annotated[int, _integer(0, 2**64 - 1), msgspec.Meta(ge=0)]
 Timestamp = Annotated[int, _integer(-(2**63), 2**63 - 1)]
 
 

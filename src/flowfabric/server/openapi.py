@@ -11,14 +11,30 @@ from flowfabric.core.contracts import NamedOutcome
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.version import __version__
-from flowfabric.server.bodies import U64, PolicyObject, Uuid
+from flowfabric.server.bodies import U64, LaneName, PolicyObject, Uuid
 from flowfabric.server.routing import Route
-from flowfabric.server.schemas import Content, Listed, Variants
+from flowfabric.server.schemas import EVENTS, RAW, Content, Listed, Variants
 from flowfabric.server.wire import variant_name
 
 _REF = "#/components/schemas/{name}"
-_ID = r"^\{fp:[0-9]{1,5}\}:[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
-_parameter = re.compile(r"\{(\w+)\}").findall
+_UUID = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+_ID = rf"^\{{fp:[0-9]{{1,5}}\}}:{_UUID}$"
+_parameter = re.compile(r"([\w-]+)/\{(\w+)\}").findall
+_PATH_ID = {"type": "string", "pattern": rf"^(\{{fp:[0-9]{{1,5}}\}}:|[0-9]{{1,5}}-){_UUID}$"}
+_PATH_UUID = {"type": "string", "format": "uuid"}
+# What the parameter after each of these words is; elsewhere it is any text.
+_PATH_SCHEMAS: dict[str, dict[str, Any]] = {
+    "executions": _PATH_ID,
+    "groups": _PATH_ID,
+    **dict.fromkeys(("flows", "budgets", "quotas", "rotations", "waitpoints"), _PATH_UUID),
+    "lanes": msgspec.json.schema(LaneName),
+    "attempts": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1},
+}
+_KEY = {"type": "string", "pattern": "^[ -~]{1,255}$"}
+_FORMS: dict[str, dict[str, Any]] = {
+    RAW: {"description": "The payload itself; the other fields are query parameters."},
+    "application/x-ndjson": {"type": "string", "description": "One item per line."},
+}
 _ERROR: dict[str, Any] = {
     "type": "object",
     "required": ["error"],
@@ -66,8 +82,7 @@ def _schema_of(kind: Any) -> dict[str, Any]:
     if kind is Uuid:
         return {"type": "string", "format": "uuid"}
     if kind is PolicyObject:
-        names = ExecutionPolicy.__struct_fields__
-        return {"type": "object", "description": f"An execution policy: {', '.join(names)}."}
+        return {"$ref": _REF.format(name=ExecutionPolicy.__name__)}
     raise TypeError(f"no schema for {kind!r}")
 
 
@@ -89,7 +104,7 @@ class _Schemas:
     """The schemas of every type that the routes use."""
 
     def __init__(self, routes: Iterable[Route]) -> None:
-        kinds: dict[Any, None] = {}
+        kinds: dict[Any, None] = {ExecutionPolicy: None}
         for route in routes:
             for each in (_body(route), *route.answers.values()):
                 kinds |= dict.fromkeys(_inside(each))
@@ -134,7 +149,8 @@ def _answers(route: Route, schemas: _Schemas) -> dict[str, Any]:
     for status, kind in route.answers.items():
         answer: dict[str, Any] = {"description": _STATUSES[status]}
         if isinstance(kind, Content):
-            answer["content"] = {kind.media_type: {}}
+            schema = {"type": "string"} if kind is EVENTS else {}
+            answer["content"] = {kind.media_type: {"schema": schema} if schema else {}}
         elif kind is not None:
             answer["content"] = {"application/json": {"schema": schemas.of(kind)}}
         found[str(status)] = answer
@@ -150,11 +166,41 @@ def _refusals() -> dict[str, Any]:
     return {name: {"description": text, "content": content} for name, text in named.items()}
 
 
-def _parameters(route: Route) -> list[dict[str, Any]]:
+def _headers(route: Route) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in _parameter(route.template)
+        {"name": name, "in": "header", "required": True, "schema": {"type": "string"}}
+        for name in route.headers
     ]
+    if EVENTS in route.answers.values():
+        found.append({"name": "Last-Event-ID", "in": "header", "schema": {"type": "string"}})
+    if route.method in ("POST", "PUT"):
+        found.append({"name": "Idempotency-Key", "in": "header", "schema": _KEY})
+    return found
+
+
+def _raw_parameters(route: Route, schemas: _Schemas) -> list[dict[str, Any]]:
+    """The fields of a body, as query parameters beside one that is only the payload."""
+    properties: dict[str, Any] = schemas.components[_body(route).__name__]["properties"]
+    hint = f"Only with {RAW}."
+    found: list[dict[str, Any]] = []
+    for name, schema in properties.items():
+        if "payload" not in name or name == "payload_encoding":
+            is_json = name in ("tags", "policy", "depends_on")
+            form = {"content": {"application/json": {"schema": schema}}} if is_json else {}
+            found.append(
+                {"name": name, "in": "query", "description": hint} | (form or {"schema": schema})
+            )
+    return found
+
+
+def _parameters(route: Route, schemas: _Schemas) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for noun, name in _parameter(route.template):
+        schema = _PATH_SCHEMAS.get(noun, {"type": "string"})
+        found.append({"name": name, "in": "path", "required": True, "schema": schema})
+    found += _headers(route)
+    if RAW in route.forms:
+        found += _raw_parameters(route, schemas)
     hints = get_type_hints(route.query, include_extras=True)
     for field in msgspec.structs.fields(route.query):
         schema = msgspec.json.schema(hints[field.name])
@@ -174,10 +220,11 @@ def _operation(route: Route, schemas: _Schemas) -> dict[str, Any]:
     }
     if more.strip():
         operation["description"] = " ".join(more.split())
-    if parameters := _parameters(route):
+    if parameters := _parameters(route, schemas):
         operation["parameters"] = parameters
     if (body := _body(route)) is not None:
         content: dict[str, Any] = {"application/json": {"schema": schemas.of(body)}}
+        content |= {form: {"schema": _FORMS[form]} for form in route.forms}
         operation["requestBody"] = {"required": not route.optional_body, "content": content}
     operation["responses"] = _answers(route, schemas)
     operation["security"] = [] if route.scope is None else [{"bearer": []}]
@@ -242,7 +289,7 @@ def page(document: Mapping[str, Any]) -> str:
 def _entry(path: str, method: str, operation: Mapping[str, Any]) -> str:
     rows = "".join(
         f"<tr><td><code>{html.escape(each['name'])}</code></td><td>{each['in']}</td>"
-        f"<td><code>{html.escape(_text(each['schema']))}</code></td></tr>"
+        f"<td><code>{html.escape(_text(each.get('schema', each.get('content'))))}</code></td></tr>"
         for each in operation.get("parameters", ())
     )
     table = f"<table>{rows}</table>" if rows else ""

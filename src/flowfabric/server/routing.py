@@ -29,6 +29,10 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     optional_body: bool = False
     documented: Any = None
     """What OpenAPI says of the body, if the handler decodes it itself."""
+    forms: tuple[str, ...] = ()
+    """The content types that the body may have besides JSON."""
+    headers: tuple[str, ...] = ()
+    """The headers that a request must have."""
     query: type[msgspec.Struct] = NoQuery
     limit: Limit = "control"
     answers: Mapping[int, Any] = {}

@@ -47,7 +47,8 @@ class Content(msgspec.Struct, frozen=True):
     media_type: str
 
 
-BYTES = Content("application/octet-stream")
+RAW = "application/octet-stream"
+BYTES = Content(RAW)
 EVENTS = Content("text/event-stream")
 
 

@@ -18,6 +18,7 @@ from flowfabric.server.wire import Reply, answer, variant
 
 routes = Routes()
 _MAX_ITEMS = 1000
+_LINES = "application/x-ndjson"
 T = TypeVar("T")
 _rows = msgspec.json.Decoder(list[msgspec.Raw])
 
@@ -25,7 +26,7 @@ _rows = msgspec.json.Decoder(list[msgspec.Raw])
 def _items(call: Call[bytes, NoQuery], kind: type[T]) -> list[T | Problem]:
     """The items of a body; a broken line or item is the problem in its place."""
     content_type = call.request.headers.get(b"content-type")
-    lines = (content_type or b"").partition(b";")[0].strip().lower() == b"application/x-ndjson"
+    lines = (content_type or b"").partition(b";")[0].strip().lower() == _LINES.encode()
     if lines:
         raw = [line for line in call.body.splitlines() if line.strip()]
     elif bodies.is_json(content_type):
@@ -50,6 +51,7 @@ def _items(call: Call[bytes, NoQuery], kind: type[T]) -> list[T | Problem]:
     scope="submit",
     limit="bulk",
     documented=list[CreateExecution],
+    forms=(_LINES,),
     answers={200: BulkAnswer},
 )
 async def create_many(call: Call[bytes, NoQuery]) -> Reply:
@@ -85,6 +87,7 @@ async def create_many(call: Call[bytes, NoQuery]) -> Reply:
     scope="operate",
     limit="bulk",
     documented=list[CancelRequest],
+    forms=(_LINES,),
     answers={200: BulkAnswer},
 )
 async def cancel_many(call: Call[bytes, NoQuery]) -> Reply:

@@ -28,7 +28,7 @@ from flowfabric.server.calls import Call
 from flowfabric.server.problems import invalid, not_json, problem_of
 from flowfabric.server.queries import NoQuery, split, whole
 from flowfabric.server.routing import Routes
-from flowfabric.server.schemas import Counted, variants
+from flowfabric.server.schemas import RAW, Counted, variants
 from flowfabric.server.wire import Reply, answer, tagged, variant
 
 routes = Routes()
@@ -122,6 +122,7 @@ class CreateExecution(msgspec.Struct, frozen=True, kw_only=True):
     scope="submit",
     limit="large",
     documented=CreateExecution,
+    forms=(RAW,),
     answers={201: variants(contracts.Created), 200: variants(contracts.Duplicate)},
     errors=(404, 409),
 )
@@ -135,7 +136,7 @@ async def create_execution(call: Call[bytes, NoQuery]) -> Reply:
     payload = None
     if bodies.is_json(content_type):
         wanted = bodies.decode(call.body, CreateExecution)
-    elif (content_type or b"").partition(b";")[0].strip().lower() == b"application/octet-stream":
+    elif (content_type or b"").partition(b";")[0].strip().lower() == RAW.encode():
         wanted, payload = _from_query(call.request.query), call.body
     else:
         raise not_json(415)

@@ -233,6 +233,7 @@ class CallbackRequest(OfWaitpoint, frozen=True, kw_only=True):
     scope=None,
     limit="medium",
     documented=CallbackRequest,
+    headers=("X-FF-Waitpoint-Token",),
     answers={200: _SIGNAL},
     errors=(401, 409),
 )
