@@ -16,7 +16,6 @@ from flowfabric.core.ids import quota_id
 from flowfabric.core.partition import quota_partition
 from flowfabric.sdk.client import Client
 from tests.app.limited_program import QUOTA, application
-from tests.app.test_budgets_killed import tells
 from tests.support import lua_keys
 from tests.support.engine import Engine
 from tests.support.sdk import seeded
@@ -67,6 +66,15 @@ async def recording(engine: Engine) -> AsyncGenerator[Recorder]:
     finally:
         task.cancel()
         await asyncio.wait([task])
+
+
+async def tells(process: asyncio.subprocess.Process, text: str) -> None:
+    assert process.stdout is not None
+    async with asyncio.timeout(20):
+        while line := await process.stdout.readline():
+            if line.decode().strip() == text:
+                return
+    raise AssertionError(f"it ended without telling {text!r}")
 
 
 async def started(url: str) -> asyncio.subprocess.Process:

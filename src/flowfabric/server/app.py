@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from typing import Any, cast
+from urllib.parse import unquote_to_bytes
 
 from flowfabric.core.errors import EngineError, FlowFabricError, NotFoundError
 from flowfabric.engine.layers.audit import acting_as
@@ -93,7 +94,7 @@ class ServerApp:
         started = time.perf_counter()
         request = Request(scope, receive)
         headers: Headers = [(b"x-request-id", request.request_id.encode())]
-        if request.path not in self._without_cors:
+        if unquote_to_bytes(request.path) not in self._without_cors:
             asked = self._cors.preflight(request.method, request.headers)
             if asked is not None:
                 await send_reply(send, Reply(200), [*headers, *asked])
