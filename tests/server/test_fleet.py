@@ -6,9 +6,11 @@ import asyncio
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from flowfabric.core.ids import new_uuid
+from flowfabric.server.schemas import RotationState
 from tests.server.conftest import Serving
 from tests.support.engine import Engine
 from tests.support.http import Http
@@ -356,6 +358,26 @@ async def test_rotating_the_secret(http: Http, serve: Serving, engine: Engine) -
         assert bad.kind == (400, code)
     missing = await http.get(f"/v1/admin/rotations/{new_uuid()}")
     assert missing.kind == (404, "rotation_not_found")
+
+
+async def test_a_rotation_whose_process_died_has_failed(http: Http, engine: Engine) -> None:
+    rotation_id, notes = new_uuid(), engine.backend.notes
+    state = RotationState(
+        rotation_id=rotation_id,
+        new_kid="k2",
+        status="running",
+        rotated=0,
+        failed=[],
+        in_progress=[],
+        started_at=1,
+        finished_at=None,
+    )
+    await notes.put_note(f"rotation:{rotation_id}", msgspec.json.encode(state), 60_000)
+    await notes.put_note(f"rotation:{rotation_id}:alive", b"1", 60_000)
+    path = f"/v1/admin/rotations/{rotation_id}"
+    assert (await http.get(path)).json == msgspec.to_builtins(state)
+    await notes.drop_note(f"rotation:{rotation_id}:alive")
+    assert (await http.get(path)).json == msgspec.to_builtins(state) | {"status": "failed"}
 
 
 async def test_scanners_and_capabilities(http: Http) -> None:

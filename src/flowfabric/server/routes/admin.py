@@ -1,6 +1,7 @@
 """The deployment itself: secrets, scanners, capabilities (10 §3.6, §3.7)."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from typing import Any
@@ -26,6 +27,8 @@ audit = logging.getLogger("flowfabric.audit")
 routes = Routes()
 ROTATION_TIMEOUT_S = 120.0
 _KEPT_MS = 86_400_000
+_ALIVE_MS = 60_000
+"""How long a rotation counts as running without a sign of its process."""
 
 
 @routes.get("/v1/capabilities", scope="read", answers={200: Capabilities})
@@ -96,6 +99,7 @@ class _Rotation:
     async def run(self) -> RotationSummary:
         """Rotate every partition."""
         call = self._call
+        alive = asyncio.create_task(self._stay_alive())
         try:
             await self._note("running", 0, [])
             try:
@@ -109,7 +113,15 @@ class _Rotation:
             await self._note(status, summary.rotated, list(summary.failed))
             return summary
         finally:
+            alive.cancel()
             call.services.rotations.__exit__()
+
+    async def _stay_alive(self) -> None:
+        """Show that the process of this rotation has not died."""
+        while True:
+            with contextlib.suppress(EngineError):
+                await self._call.backend.notes.put_note(_mark(self.rotation_id), b"1", _ALIVE_MS)
+            await asyncio.sleep(_ALIVE_MS / 3000)
 
     async def _note(self, status: str, rotated: int, failed: list[int]) -> None:
         state = RotationState(
@@ -135,10 +147,19 @@ class _Rotation:
 async def read_rotation(call: Call[None, NoQuery]) -> Reply:
     """Read the state of a rotation; it is kept for a day."""
     rotation_id = call.uuid("rotation_id")
-    found = await call.backend.notes.get_note(f"rotation:{rotation_id}")
+    notes = call.backend.notes
+    found = await notes.get_note(f"rotation:{rotation_id}")
     if found is None:
         raise Problem("rotation_not_found", rotation_id)
-    return Reply(200, found)
+    state = msgspec.json.decode(found, type=RotationState)
+    if state.status == "running" and await notes.get_note(_mark(rotation_id)) is None:
+        # Its process died. A retry with the same pair rotates the rest.
+        state = msgspec.structs.replace(state, status="failed")
+    return answer(state)
+
+
+def _mark(rotation_id: str) -> str:
+    return f"rotation:{rotation_id}:alive"
 
 
 @routes.get("/v1/admin/waitpoint-kids", scope="admin", answers={200: HmacKids})
