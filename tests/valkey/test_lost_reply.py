@@ -21,8 +21,8 @@ _MINTED = re.compile(
     r"(?!00000000-0000)[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{8}(?:[0-9a-f]{4})?"
     # The token of a minted waitpoint.
     r"|k1:[0-9a-f]{40}"
-    # The request that admitted an execution, or created a quota policy.
-    r"|(?<=b')[0-9a-f]{12}(?=')"
+    # The request that created a quota policy, or admitted a run.
+    r"|(?<=b')[0-9a-f]{12}(?=')|(?<=b'\d )[0-9a-f]{12}(?= )"
 )
 _ENTRY = re.compile(r"\d{13}-\d+")
 # What a worker's memo keeps of the requests it made.

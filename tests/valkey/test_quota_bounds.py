@@ -83,9 +83,7 @@ async def test_the_server_refuses_oversized_batches(engine: Engine, function: st
     name = await policy(engine, max_requests_per_window=5, max_concurrent=5)
     tag = f"{{q:{quota_partition(name, engine.backend.counts)}}}"
     more = {"admit": (new_uuid(), 1), "release": ("",)}.get(function, ())
-    items: list[Any] = list(ids(engine, 257))
-    if function == "block":
-        items = [part for each in items for part in (each, "")]
+    items: list[Any] = [part for each in ids(engine, 257) for part in (each, 1)]
     before = await engine.digest()
     with pytest.raises(EngineError, match="batch_too_large: 256 items"):
         await engine.backend.calls.fcall(

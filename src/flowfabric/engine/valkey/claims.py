@@ -97,7 +97,8 @@ class ValkeyClaims(Claims):
         known: list[Any] = []
         for each in some:
             check.instance(each, Candidate, "candidates")
-            known += (self._calls.checked(each.execution_id, "candidates"), each.run)
+            known += (self._calls.checked(each.execution_id, "candidates"),)
+            known += (check.whole(each.run, "candidates", 1),)
         args = _claim_args(request, len(some), request_id)
         tag = self._calls.checked_tag(tag)
         if not args:

@@ -83,8 +83,11 @@ class ValkeyLeases(Leases):
         """Confirm the slots of renewed runs: their claims may have failed to."""
         slots: dict[str, list[Slot]] = {}
         for execution_id, answer in answers:
-            if type(answer) is not int and answer[0]:
-                slots.setdefault(text(answer[1]), []).append((execution_id, int(answer[2])))
+            match answer:
+                case [int(expires_at), bytes(policy), int(run)] if expires_at:
+                    slots.setdefault(text(policy), []).append((execution_id, run))
+                case _:
+                    pass
         if slots and self.on_slots_renewed is not None:
             self.on_slots_renewed(slots)
 
@@ -205,9 +208,11 @@ class ValkeyLeases(Leases):
 def _renewal(
     answer: Any, execution_id: ExecutionId, holder: Handle | leases.Fence
 ) -> leases.Renewed | EngineError:
-    expires_at = answer if type(answer) is int else answer[0]
-    if expires_at:
-        return leases.Renewed(int(expires_at), holder.lease_epoch or 0)
+    match answer:
+        case int(expires_at) | [int(expires_at), bytes(), int()] if expires_at:
+            return leases.Renewed(expires_at, holder.lease_epoch or 0)
+        case _:
+            pass
     return refused(answer, "ff_renew", "renew", execution_id)
 
 
