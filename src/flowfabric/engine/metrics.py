@@ -109,7 +109,12 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         ),
         _counter("ff_signals_total", "Signals that were accepted, by their effect.", "effect"),
         _counter("ff_signal_rejections_total", "Signals that were refused, by error code.", "code"),
-        _gauge("ff_waitpoint_kids", "Signing keys that are accepted, by partition.", "partition"),
+        _gauge(
+            "ff_waitpoint_kids",
+            "Signing keys that are accepted, by partition.",
+            "partition",
+            most=256,
+        ),
         _gauge(
             "ff_waitpoint_tokens_old_kid_open",
             "Open waitpoints whose token was signed with a key that is no longer current.",

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId, PartitionKey
@@ -19,6 +19,7 @@ _REST = 10
 _KIDS_EVERY_S = 60.0
 _MAX_PLACES = 256
 _OLDEST_OF = 8
+_MAX_AGES = 99
 _MAX_SUSPENDED = 2000
 _MAX_WAITPOINTS = 500
 _PAGE = 500
@@ -73,13 +74,13 @@ class Gauges:
             (lane, state.removeprefix(_BLOCKED)): count
             for lane, of in counts.items()
             for state, count in of.items()
-            if state.startswith(_BLOCKED)
+            # Empty ones of many lanes would leave no room for the others.
+            if state.startswith(_BLOCKED) and count
         }
         replace("ff_blocked_depth", blocked)
         waiting = {lane for lane, of in counts.items() if of["eligible"]}
-        ages = dict.fromkeys(((lane,) for lane in counts), 0.0)
-        ages |= {(lane,): age for lane, age in (await self._ages(waiting)).items()}
-        replace("ff_oldest_eligible_age_seconds", ages)
+        ages = dict.fromkeys(counts, 0.0) | await self._ages(waiting)
+        replace("ff_oldest_eligible_age_seconds", _oldest(ages))
         await self._read_suspended({lane: of["suspended"] for lane, of in counts.items()})
 
     async def _ages(self, lanes: set[str]) -> dict[str, float]:
@@ -173,6 +174,15 @@ class Gauges:
         waitpoints = self._backend.waitpoints
         page = await waitpoints.list_pending_waitpoints(execution_id, "", _PAGE)
         return sum(one.token_kid != current[execution_id.tag] for one in page.entries)
+
+
+def _oldest(ages: Mapping[str, float]) -> dict[Labels, float]:
+    """The ages by label. Lanes beyond the oldest ones share the oldest age of theirs."""
+    ordered = sorted(ages.items(), key=lambda each: -each[1])
+    found: dict[Labels, float] = {(lane,): age for lane, age in ordered[:_MAX_AGES]}
+    if rest := ordered[_MAX_AGES:]:
+        found[OTHER,] = rest[0][1]
+    return found
 
 
 def _within(ids: Iterable[ExecutionId], tags: Iterable[str]) -> list[ExecutionId]:
