@@ -69,7 +69,7 @@ async def test_a_key_names_one_execution_of_a_spread_lane(
 
 async def test_a_draining_worker_gets_nothing_in_any_partition(backend: ValkeyBackend) -> None:
     worker: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1", "lanes": [LANE]}
-    await backend.workers.register_worker(**worker)
+    await backend.workers.register_worker(**worker, namespaces=["*"])
     await backend.lanes.set_lane_config(LANE, placement="spread", shards=SHARDS)
     made = [keyed(backend, f"order-{n}") for n in range(48)]
     await backend.executions.create_many(made)

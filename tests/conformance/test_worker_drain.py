@@ -197,9 +197,10 @@ async def test_a_grant_that_a_draining_worker_holds_is_of_no_use(engine: Engine)
     resume = await backend.claims.issue_claim_grant(resumable, **PAIR)
     await backend.workers.drain_worker("w-1")
     using: dict[str, Any] = PAIR | {"lease_ttl_ms": TTL}
-    resumed = backend.claims.claim_resumed_execution(resume, **using)
     await refused(backend.claims.claim_execution(grant, **using), "execution_not_leaseable")
-    await refused(resumed, "execution_not_leaseable")
+    await refused(
+        backend.claims.claim_resumed_execution(resume, **using), "execution_not_leaseable"
+    )
     refusal = await backend.claims.reclaim_execution(reclaim.grant, **using)
     assert isinstance(refusal, NotReclaimable)
     await backend.workers.mark_worker_dead("w-1")

@@ -10,7 +10,7 @@ import pytest
 
 from flowfabric.core.contracts.leases import ClaimGrant
 from flowfabric.core.errors import ContentionError, CorruptionError, ValidationError
-from flowfabric.core.ids import ExecutionId
+from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.engine.http.address import ServerAddress
 from flowfabric.engine.http.backend import HttpBackend
 from flowfabric.scheduler.grants import NoWork, WorkerGrants
@@ -174,6 +174,21 @@ async def test_a_paused_lane_costs_one_call(engine: Engine) -> None:
     assert await calls_of(engine, grants.claim_for_worker("default", "w", "w-1")) == 1
     await engine.backend.lanes.set_lane_state("default", "active")
     await granted(grants)
+
+
+async def test_executions_of_a_full_quota_are_asked_about_together(engine: Engine) -> None:
+    policy_id = new_uuid()
+    await engine.backend.quotas.create_quota_policy(
+        quota_policy_id=policy_id, window_seconds=60, max_requests_per_window=1, max_concurrent=0
+    )
+    first, *others = sorted(await submit(engine.backend, 81, policy={"quota_policy_id": policy_id}))
+    grants = WorkerGrants(engine.backend)
+    assert await granted(grants) == first
+    # One attempt each, and a few calls for each page of them.
+    assert await calls_of(engine, grants.claim_for_worker("default", "w", "w-1")) < 150
+    for each in others:
+        state = await engine.backend.reads.read_execution_state(each)
+        assert state.value == "rate_limited"
 
 
 async def test_a_draining_worker_costs_one_call_per_namespace(engine: Engine) -> None:

@@ -96,8 +96,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "lost work is granted in its grace period",
         "functions/ff_issue_claim_grant.lua",
-        "claiming.mode(c, rec) == 'reclaimed'",
-        "S.is_lease_lost(rec.state)",
+        "lost = claiming.mode(c, rec) == 'reclaimed'",
+        "",
         claim_for_worker.test_lost_work_in_its_grace_period_or_at_its_cap_is_not_reserved,
     ),
     (

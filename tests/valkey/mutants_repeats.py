@@ -200,7 +200,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "lease of an active execution",
         RECORD,
-        "  if rec then stop_on(id, record.lease_problem(rec)) end\n",
+        "  if rec then record.check_lease(id, rec) end\n",
         "",
         lambda e: test_unreadable_records.test_an_unreadable_lease(e, "lease", "progress"),
     ),

@@ -17,8 +17,12 @@ local function refusal(c, rec, lost, worker)
   if workers.is_drained(c, worker, rec) then return reply.err('execution_not_eligible', 'worker draining') end
 end
 
-granting.register_function('ff_issue_claim_grant', record.checked_lease, function(c, id, rec, args)
-  local lost = args[13] == '1' and claiming.mode(c, rec) == 'reclaimed'
+granting.register_function('ff_issue_claim_grant', record.checked, function(c, id, rec, args)
+  local lost = args[13] == '1' and S.is_lease_lost(rec.state)
+  if lost then
+    record.check_lease(id, rec)
+    lost = claiming.mode(c, rec) == 'reclaimed'
+  end
   reply.stop_with(refusal(c, rec, lost, args[3]) or granting.repeated(c, id, rec, args[6]))
   local index = (lost and K.reclaimable or K.eligible)(c.tag, rec.lane_id, waiting.signature(rec))
   if not server.call('ZSCORE', index, id) then return reply.err('execution_not_in_eligible_set') end

@@ -68,10 +68,12 @@ function record.checked(c, id)
   return rec
 end
 
--- `checked`, for calls that end, move or take over a lease.
+-- `check` of what calls need that end, move or take over a lease.
+function record.check_lease(id, rec) stop_on(id, record.lease_problem(rec)) end
+
 function record.checked_lease(c, id)
   local rec = record.checked(c, id)
-  if rec then stop_on(id, record.lease_problem(rec)) end
+  if rec then record.check_lease(id, rec) end
   return rec
 end
 
