@@ -152,7 +152,7 @@ async def test_the_leader_says_how_its_scanners_do(cli: Cli, engine: Engine) -> 
     finally:
         await scanners.stop()
     (line,) = section(done, "Scanners")
-    assert re.match(r"23 scanners on \S+:\d+, last cycle \S+ ago, no errors\.", " ".join(line))
+    assert re.match(r"22 scanners on \S+:\d+, last cycle \S+ ago, no errors\.", " ".join(line))
     by_name: dict[str, Any] = {each["name"]: each for each in frame["scanners"]}
     assert by_name["lease_expiry"]["interval_ms"] == 1500
     assert (by_name["lease_expiry"]["errors"], by_name["lease_expiry"]["stuck"]) == (0, False)

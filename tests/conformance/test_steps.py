@@ -202,7 +202,7 @@ async def test_recording_changes_no_state_and_emits_nothing(engine: Engine) -> N
         ({"kind": "timer", "status": "pending"}, "fire_at"),
         ({"kind": "timer", "status": "pending", "fire_at": 1, "fire_in_ms": 1}, "fire_at"),
         ({"kind": "timer", "status": "done", "fire_at": 1}, "fire_at"),
-        ({"status": "pending", "fire_in_ms": 1}, "fire_at"),
+        ({"status": "pending", "fire_in_ms": 1}, "fire_in_ms"),
         ({"kind": "timer", "status": "pending", "fire_in_ms": -1}, "fire_in_ms"),
         (
             {"child_execution_id": "{fp:0}:00000000-0000-4000-8000-000000000000"},

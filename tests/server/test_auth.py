@@ -242,7 +242,9 @@ async def test_what_all_namespaces_share_needs_a_token_for_all(
             given = None if body is None else filled(body, {"uuid": UUID})
             answer = await ours.send(route.method, path_of(route, id=UUID), given)
             assert answer.kind == (403, "forbidden"), name
-            assert answer.json["detail"] == "this call needs a token for all namespaces", name
+            assert (
+                answer.json["detail"] == "this call needs a token that is not limited to namespaces"
+            ), name
         flow = {"flow_id": UUID, "flow_kind": "secret", "namespace": "theirs"}
         await engine.backend.flows.create_flow(UUID, "secret", "theirs")
         hidden = await ours.post("/v1/flows", flow | {"flow_kind": "x", "namespace": "ours"})

@@ -46,7 +46,7 @@ async def load(engine: Engine, code: str) -> None:
 
 HELD = (
     *("complete", "fail", "delay", "release_unknown", "wait_children", "renew", "revoke"),
-    *("create waitpoint", "append", "summary"),
+    *("create waitpoint", "append", "summary", "read steps", "record step"),
 )
 
 

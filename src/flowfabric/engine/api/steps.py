@@ -124,6 +124,7 @@ def _check_parts(step: NewStep) -> None:
         if len(times) != 1:
             raise invalid_input("fire_at", "a pending timer needs either fire_at or fire_in_ms")
     elif times:
-        raise invalid_input("fire_at", "can be set only for a pending timer")
+        name = "fire_at" if step.fire_at is not None else "fire_in_ms"
+        raise invalid_input(name, "can be set only for a pending timer")
     if step.child_execution_id is not None and step.kind != "child":
         raise invalid_input("child_execution_id", 'can be set only for a step of kind "child"')

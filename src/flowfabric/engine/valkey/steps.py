@@ -46,7 +46,7 @@ class ValkeySteps(Steps):
         after = check.whole(after_seq, "after_seq", 0)
         most = min(check.whole(limit, "limit", 0), MAX_PAGE)
         return await self._calls.ask_about(
-            execution_id, "ff_read_steps", (after, most), lambda reply: _page(reply[2:])
+            execution_id, "ff_read_steps", (after, most), lambda reply: _page(reply[2:4])
         )
 
 

@@ -31,7 +31,7 @@ class CreateBudget(msgspec.Struct, frozen=True, kw_only=True):
     dimensions: list[str]
     hard_limits: list[U64]
     soft_limits: list[U64]
-    dedup_ttl_ms: U64 = budgets.DEDUP_TTL_MS
+    dedup_ttl_ms: U64 | None = None
 
 
 @routes.post(
@@ -48,6 +48,8 @@ async def create_budget(call: Call[CreateBudget, NoQuery]) -> Reply:
     fields: dict[str, Any] = struct(call.body)
     for name in ("dimensions", "hard_limits", "soft_limits"):
         fields[name] = tuple(fields[name])
+    if fields["dedup_ttl_ms"] is None:
+        del fields["dedup_ttl_ms"]
     outcome = await call.backend.budgets.create_budget(budgets.NewBudget(**fields))
     if isinstance(outcome, budgets.BudgetCreated):
         return answer(variant(outcome), 201)
