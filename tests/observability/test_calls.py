@@ -246,4 +246,12 @@ async def test_arguments_by_name_are_counted_like_those_by_position(
     await calls.complete_execution(execution_id=first.execution_id, fence=first)
     await calls.cancel_execution(execution_id=second.execution_id, reason="enough")
     assert meter.value(OUTCOMES, first.lane_id, "ok") == 1
-    assert meter.value(OUTCOMES, "unknown", "cancelled") == 1
+    assert meter.value(OUTCOMES, second.lane_id, "cancelled") == 1
+
+
+async def test_only_attempts_count_as_cancelled(engine: Engine, meter: Meter) -> None:
+    cancel = engine.backend.executions.cancel_execution
+    waiting, running = await engine.create(lane="a b:c%"), await engine.running(lane="a b:c%")
+    for execution_id in (waiting, running.execution_id, running.execution_id):
+        await cancel(execution_id)
+    assert meter.numbers[OUTCOMES] == {("a b:c%", "cancelled"): 1}

@@ -151,12 +151,6 @@ def _failed(
     note.count("ff_attempt_outcome_total", _lane_of(fence), result)
 
 
-def _cancelled(
-    note: Meter, _outcome: object, _id: str, _reason: str = "", *, fence: object = None, **_: Any
-) -> None:
-    note.count("ff_attempt_outcome_total", _lane_of(fence), "cancelled")
-
-
 _TIMED_OUT = {"retry_scheduled": "retry", "expired": "timeout", "failed": "timeout"}
 
 
@@ -368,7 +362,6 @@ _AFTER: dict[str, Method] = {
     "claim_many": _claimed,
     "reclaim_execution": _reclaimed,
     "fail_execution": _failed,
-    "cancel_execution": _cancelled,
     "renew_lease": _renewed,
     "renew_many": _renewed_many,
     "revoke_lease": _revoked,

@@ -1,6 +1,7 @@
 """What a call did besides its answer, as its reply says it, in the metrics of this process."""
 
 from collections.abc import Iterable
+from urllib.parse import unquote
 
 from flowfabric.engine.metrics import Meter
 
@@ -22,3 +23,5 @@ def count_effects(meter: Meter, effects: Iterable[str]) -> None:
         elif kind == "C":
             meter.count("ff_sibling_cancel_dispatched_total", first)
             meter.count("ff_sibling_cancel_disposition_total", last)
+        elif kind == "A":
+            meter.count("ff_attempt_outcome_total", unquote(first), last)

@@ -81,11 +81,19 @@ function ending.finish(c, id, rec, how)
   if rec.subflow then subflows.abandon(c, rec) end
 end
 
+-- Lanes may contain what separates effects; engine/valkey/effects.py decodes them.
+local effect_lane = values.memo(function(lane)
+  return (string.gsub(lane, '[ %%:]', { [' '] = '%20', ['%'] = '%25', [':'] = '%3A' }))
+end)
+
 -- `fields`: further ones for the record.
 function ending.cancel(c, id, rec, source, reason, fields)
   fields = fields or {}
   record.add_or_clear(c, id, rec, fields, 'cancelled_by', source)
   record.add_or_clear(c, id, rec, fields, 'cancellation_reason', reason)
+  if S.has_running_attempt(rec.state) or S.has_paused_attempt(rec.state) then
+    reply.add_effect('A' .. effect_lane(rec.lane_id) .. ':cancelled')
+  end
   ending.finish(c, id, rec, {
     outcome = 'c', reason = 'cancelled', source = source ~= '' and source or nil,
     close_reason = 'cancelled', stream_reason = 'attempt_cancelled', fields = fields,
