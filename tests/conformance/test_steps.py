@@ -213,12 +213,13 @@ async def test_recording_changes_no_state_and_emits_nothing(engine: Engine) -> N
 )
 async def test_malformed_steps(engine: Engine, step: dict[str, Any], field: str) -> None:
     handle = await running(engine)
-    key = step.pop("step_key", "a")
+    # The same parameters are used for every backend.
+    key, others = step.get("step_key", "a"), {k: v for k, v in step.items() if k != "step_key"}
     async with untouched(engine):
         # The form is checked first, so the fence does not matter.
         for fence in (handle, Fence()):
             error = await refused(
-                engine.backend.steps.record_step(handle.execution_id, fence, key, **step),
+                engine.backend.steps.record_step(handle.execution_id, fence, key, **others),
                 "invalid_input",
             )
             assert error.detail.startswith(f"{field}: ")
