@@ -67,7 +67,9 @@ routed     Runs n executions that require ten sets of capabilities on forty
            workers. Then submits them one at a time.
 fairness   Time from submit to handler start of n executions in one namespace, one
            at a time: alone, then with 10 n executions of another namespace
-           waiting. noise_left is how many of those still wait at the end.
+           waiting. noise_left is how many of those still wait at the end. Then
+           one every 10 ms, alone and while another process submits ten times
+           as many in the other namespace, in bursts of 256.
 """
 
 

@@ -118,6 +118,9 @@ _MEANING = {
     "beside_ms": ("… beside a backlog of another namespace", "ms"),
     "fairness_ratio_p99": ("99th percentile, beside / alone", ""),
     "noise_left": ("waiting of that backlog at the end", ""),
+    "calm_ms": ("submit → handler starts, one every 10 ms", "ms"),
+    "busy_ms": ("… while another namespace submits ten times as many", "ms"),
+    "arrivals_ratio_p99": ("99th percentile, with those arrivals / without", ""),
     "tried": ("forged tokens tried", ""),
     "accepted": ("forged tokens accepted", ""),
 }

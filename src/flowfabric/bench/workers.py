@@ -27,6 +27,7 @@ LIMITS = "bench"
 """The name of the budget and of the quota of `BenchApp.limited`."""
 _WAIT_S = 120.0
 _END_S = 20.0
+_BURST = 256
 
 
 CAPABILITY_SETS = tuple(f"bench-{number}" for number in range(10))
@@ -104,12 +105,24 @@ class Plan(NamedTuple):
     url: str
     workers: int
     goal: int
+    noise_per_s: float
     settings: dict[str, Any]
 
 
 def _print(event: str) -> None:
     sys.stdout.write(f"{event} {time.monotonic_ns()}\n")
     sys.stdout.flush()
+
+
+async def _make_noise(app: BenchApp, per_s: float) -> None:
+    """Submit in bursts, as applications do, at a steady rate."""
+    app.namespace = "noisy"
+    loop = asyncio.get_running_loop()
+    due = loop.time()
+    while True:
+        await app.submit_many(app.stamp, [()] * _BURST)
+        due += _BURST / per_s
+        await asyncio.sleep(due - loop.time())
 
 
 async def _run(plan: Plan) -> None:
@@ -124,7 +137,10 @@ async def _run(plan: Plan) -> None:
     # Not a thread that reads: it would keep a crashed process from exiting.
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), closed.set)
     ending = asyncio.create_task(closed.wait())
-    await asyncio.wait([ending, *serving], return_when=asyncio.FIRST_COMPLETED)
+    noise = [asyncio.create_task(_make_noise(app, plan.noise_per_s))] if plan.noise_per_s else []
+    await asyncio.wait([ending, *noise, *serving], return_when=asyncio.FIRST_COMPLETED)
+    for task in noise:
+        task.cancel()
     for worker in workers:
         worker.stop()
     await asyncio.gather(*serving)
@@ -157,13 +173,14 @@ class WorkerProcess:
 
 @contextlib.asynccontextmanager
 async def worker_process(
-    url: str, *, workers: int = 1, goal: int = 0, **settings: Any
+    url: str, *, workers: int = 1, goal: int = 0, noise_per_s: float = 0.0, **settings: Any
 ) -> AsyncGenerator[WorkerProcess]:
     """A process whose workers are all connected; it ends with the block.
 
     `settings` are those of `Fabric.worker`. After `goal` calls of `noop` it prints `reached`.
+    With `noise_per_s` it also submits that many executions of the namespace "noisy" per second.
     """
-    plan = msgspec.json.encode(Plan(url, workers, goal, settings)).decode()
+    plan = msgspec.json.encode(Plan(url, workers, goal, noise_per_s, settings)).decode()
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "flowfabric.bench.workers", plan),

@@ -11,7 +11,7 @@ from flowfabric.app.worker import AppWorker
 from flowfabric.bench.arena import LANE, Arena, arena, timed
 from flowfabric.bench.report import Figures, percentile, percentiles
 from flowfabric.bench.scenarios.lifecycle import lifecycle
-from flowfabric.bench.workers import CAPABILITY_SETS, BenchApp
+from flowfabric.bench.workers import CAPABILITY_SETS, BenchApp, worker_process
 
 _WORKERS_PER_SET = 4
 _SLOTS = 16
@@ -20,6 +20,7 @@ _SINGLE = 200
 _NOISE = 10
 _WARM_UP = 50
 _QUIET_SLOTS = 8
+_EVERY_S = 0.01
 
 
 @contextlib.asynccontextmanager
@@ -85,20 +86,31 @@ async def fairness(at: Arena) -> Figures:
             await noisy.submit_many(noisy.stamp, [()] * (_NOISE * n))
             beside = await _starts(at, quiet, n)
             left = await _waiting(at)
+            await at.until_done()
+            calm = await _starts(at, quiet, n, _EVERY_S)
+            async with worker_process(at.url, workers=0, noise_per_s=_NOISE / _EVERY_S):
+                busy = await _starts(at, quiet, n, _EVERY_S)
     return {
         **percentiles(alone, "alone_", ""),
         **percentiles(beside, "beside_", ""),
         "fairness_ratio_p99": percentile(beside, 99) / percentile(alone, 99),
         "noise_left": left,
+        **percentiles(calm, "calm_", ""),
+        **percentiles(busy, "busy_", ""),
+        "arrivals_ratio_p99": percentile(busy, 99) / percentile(calm, 99),
     }
 
 
-async def _starts(at: Arena, app: BenchApp, count: int) -> list[float]:
+async def _starts(at: Arena, app: BenchApp, count: int, every_s: float = 0.0) -> list[float]:
     at.progress.begin("fairness", count)
+    loop = asyncio.get_running_loop()
+    due = loop.time()
     times: list[float] = []
     for _ in range(count):
         times.append(await _start_ms(app, app.noop))
         at.progress.step()
+        due += every_s
+        await asyncio.sleep(due - loop.time())
     return times
 
 
