@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,11 @@ from typing import Any
 import pytest
 
 from flowfabric.core.contracts.budgets import NewBudget
+from flowfabric.core.contracts.suspension import Rotation
 from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.valkey import keys
+from flowfabric.engine.valkey.notes import ValkeyNotes
+from flowfabric.engine.valkey.secrets import ValkeySecrets
 from flowfabric.server.auth import new_token, write_tokens
 from tests.server.conftest import Serving
 from tests.support.engine import Engine
@@ -235,6 +240,44 @@ async def test_a_rotation_outlives_its_request(
     (timeout,) = [each for each in told if each["levelname"] == "ERROR"]
     assert timeout["action"] == "waitpoint_hmac_rotation_timeout_http_504"
     assert (timeout["new_kid"], timeout["timeout_s"]) == ("k2", 0.0)
+
+
+@pytest.mark.corrupts
+async def test_a_running_rotation_shows_its_counts(
+    http: Http, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, everything = engine.backend, engine.backend.counts.flow
+    await backend.secrets.seed_at_boot("ab" * 32)
+    await backend.transport.call("DEL", keys.secrets("{fp:3}"))
+    await backend.transport.call("SET", keys.secrets("{fp:3}"), "x")
+    release, rotate = asyncio.Event(), ValkeySecrets._rotate
+    stored: list[bytes] = []
+    put = ValkeyNotes.put_note
+
+    async def held(self: ValkeySecrets, partition: int, *args: Any) -> Rotation:
+        if partition == 7:
+            await release.wait()
+        return await rotate(self, partition, *args)
+
+    async def noted(self: ValkeyNotes, name: str, value: bytes, ttl_ms: int) -> None:
+        stored.append(value)
+        await put(self, name, value, ttl_ms)
+
+    monkeypatch.setattr(ValkeySecrets, "_rotate", held)
+    monkeypatch.setattr(ValkeyNotes, "put_note", noted)
+    monkeypatch.setattr("flowfabric.server.routes.admin.ROTATION_TIMEOUT_S", 0.0)
+    late = await http.post("/v1/admin/rotate-waitpoint-secret", ROTATE)
+    path = f"/v1/admin/rotations/{late.json['rotation_id']}"
+
+    async def seen(*counts: object) -> bool:
+        state = (await http.get(path)).json
+        fields = ("status", "rotated", "failed", "in_progress")
+        return tuple(state.get(field) for field in fields) == counts
+
+    await until(lambda: seen("running", everything - 2, [3], [7]), "all partitions but one")
+    release.set()
+    await until(lambda: seen("done", everything - 1, [3], []), "the end of the rotation")
+    assert len(stored) < 10, "states are not stored once per partition"
 
 
 async def test_one_rotation_at_a_time(

@@ -1,6 +1,9 @@
 """The secrets that sign waitpoint tokens."""
 
 import re
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Protocol
 
 from flowfabric.core.contracts import suspension as contracts
@@ -13,6 +16,28 @@ GRACE_VARIABLE = "FF_WAITPOINT_HMAC_GRACE_MS"
 SECRET_VARIABLE = "FF_WAITPOINT_HMAC_SECRET"  # noqa: S105 - a name, no secret
 _is_secret = re.compile(r"(?!0+$)(?:[0-9a-fA-F]{2}){16,}").fullmatch
 is_kid = re.compile(r"[A-Za-z0-9._-]{1,64}").fullmatch
+RotationReport = Callable[[contracts.Rotation], None]
+_report: ContextVar[RotationReport | None] = ContextVar("flowfabric_rotation", default=None)
+
+
+@contextmanager
+def rotations_reported(report: RotationReport) -> Generator[None]:
+    """Have `report` called for each partition when its rotation in this block has ended.
+
+    >>> with rotations_reported(print):
+    ...     await backend.secrets.rotate_waitpoint_hmac_secret_all(...)  # doctest: +SKIP
+    """
+    before = _report.set(report)
+    try:
+        yield
+    finally:
+        _report.reset(before)
+
+
+def report_rotation(entry: contracts.Rotation) -> None:
+    """For backends: the rotation of one partition has ended."""
+    if (report := _report.get()) is not None:
+        report(entry)
 
 
 def check_secret(secret_hex: str) -> str:

@@ -119,10 +119,12 @@ class ValkeySecrets(api.Secrets):
 
         async def rotate(partition: int) -> contracts.Rotation:
             try:
-                return await self._rotate(partition, new_kid, secret, grace_ms)
+                entry = await self._rotate(partition, new_kid, secret, grace_ms)
             except EngineError as error:
                 status = "conflict" if error.code == "rotation_conflict" else "failed"
-                return contracts.Rotation(partition=partition, status=status, error=str(error))
+                entry = contracts.Rotation(partition=partition, status=status, error=str(error))
+            api.report_rotation(entry)
+            return entry
 
         entries = await at_once(_FAN_OUT, rotate, range(self._calls.counts.flow))
         for entry in entries:

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.core.contracts.suspension import HmacKids, RotationSummary
+from flowfabric.core.contracts.suspension import HmacKids, Rotation, RotationSummary
 from flowfabric.core.errors import EngineError, NotFoundError
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.meta import Capabilities
-from flowfabric.engine.api.secrets import check_rotation
+from flowfabric.engine.api.secrets import check_rotation, rotations_reported
 from flowfabric.scanners.settings import INTERVALS_S
 from flowfabric.server.bodies import U32
 from flowfabric.server.calls import Call
@@ -27,6 +27,7 @@ audit = logging.getLogger("flowfabric.audit")
 routes = Routes()
 ROTATION_TIMEOUT_S = 120.0
 _KEPT_MS = 86_400_000
+_PROGRESS_EVERY_S = 0.25
 _ALIVE_MS = 60_000
 """How long a rotation counts as running without a sign of its process."""
 
@@ -95,42 +96,72 @@ class _Rotation:
         self.rotation_id = rotation_id
         self._call = call
         self._started_at = round(time.time() * 1000)
+        self._ended: list[Rotation] = []
+        self._changed = asyncio.Event()
 
     async def run(self) -> RotationSummary:
         """Rotate every partition."""
-        call = self._call
-        alive = asyncio.create_task(self._stay_alive())
         try:
-            await self._note("running", 0, [])
-            try:
-                summary = await call.backend.secrets.rotate_waitpoint_hmac_secret_all(
-                    call.body.new_kid, call.body.new_secret_hex, call.services.config.hmac_grace_ms
-                )
-            except EngineError:
-                await self._note("failed", 0, [])
-                raise
-            status = "done" if summary.rotated else "failed"
-            await self._note(status, summary.rotated, list(summary.failed))
+            # First the mark: without it, a running rotation counts as dead.
+            await self._mark_alive()
+            await self._note("running")
+            summary = await self._rotate()
+        except EngineError:
+            await self._note("failed")
+            raise
+        else:
+            await self._note("done" if summary.rotated else "failed")
             return summary
         finally:
-            alive.cancel()
-            call.services.rotations.__exit__()
+            self._call.services.rotations.__exit__()
+
+    async def _rotate(self) -> RotationSummary:
+        body, grace_ms = self._call.body, self._call.services.config.hmac_grace_ms
+        reports = [asyncio.create_task(each()) for each in (self._stay_alive, self._show_progress)]
+        try:
+            with rotations_reported(self._add):
+                return await self._call.backend.secrets.rotate_waitpoint_hmac_secret_all(
+                    body.new_kid, body.new_secret_hex, grace_ms
+                )
+        finally:
+            for report in reports:
+                report.cancel()
+            # A progress report that is still under way must not follow the last one.
+            await asyncio.wait(reports)
+
+    def _add(self, entry: Rotation) -> None:
+        self._ended.append(entry)
+        self._changed.set()
 
     async def _stay_alive(self) -> None:
         """Show that the process of this rotation has not died."""
         while True:
-            with contextlib.suppress(EngineError):
-                await self._call.backend.notes.put_note(_mark(self.rotation_id), b"1", _ALIVE_MS)
             await asyncio.sleep(_ALIVE_MS / 3000)
+            await self._mark_alive()
 
-    async def _note(self, status: str, rotated: int, failed: list[int]) -> None:
+    async def _mark_alive(self) -> None:
+        with contextlib.suppress(EngineError):
+            await self._call.backend.notes.put_note(_mark(self.rotation_id), b"1", _ALIVE_MS)
+
+    async def _show_progress(self) -> None:
+        """Store the counts while the rotation runs, a few times per second at most."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await self._note("running")
+            await asyncio.sleep(_PROGRESS_EVERY_S)
+
+    async def _note(self, status: str) -> None:
+        summary = RotationSummary(new_kid=self._call.body.new_kid, entries=tuple(self._ended))
+        left = set(range(self._call.backend.counts.flow))
+        left.difference_update(entry.partition for entry in summary.entries)
         state = RotationState(
             rotation_id=self.rotation_id,
-            new_kid=self._call.body.new_kid,
+            new_kid=summary.new_kid,
             status=status,
-            rotated=rotated,
-            failed=failed,
-            in_progress=[],
+            rotated=summary.rotated,
+            failed=sorted(summary.failed),
+            in_progress=sorted(left),
             started_at=self._started_at,
             finished_at=None if status == "running" else round(time.time() * 1000),
         )
