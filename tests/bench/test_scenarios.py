@@ -25,6 +25,7 @@ from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.worker import Worker
 
 ABOUT = {"scenario", "n", "aof", "repeat"}
+_COMPARED = ("alone", "beside", "calm", "busy")
 RATES = {"submit_per_s", "process_per_s", "lifecycle_per_s", "server_us"}
 
 
@@ -255,8 +256,10 @@ def test_routed():
 def test_fairness():
     report = run("fairness", "--n", "10")
     left = report.pop("noise_left")
-    names = ("alone_p50_ms", "alone_p99_ms", "beside_p50_ms", "beside_p99_ms")
-    alone, alone_p99, beside, beside_p99, ratio = figures(report, *names, "fairness_ratio_p99")
-    assert (alone <= alone_p99, beside <= beside_p99) == (True, True)
-    assert ratio == pytest.approx(beside_p99 / alone_p99, rel=0.01)
+    names = [f"{each}_{which}_ms" for each in _COMPARED for which in ("p50", "p99")]
+    found = figures(report, *names, "fairness_ratio_p99", "arrivals_ratio_p99")
+    alone, alone_p99, beside, beside_p99, calm, calm_p99, busy, busy_p99, *ratios = found
+    assert alone <= alone_p99 and beside <= beside_p99
+    assert calm <= calm_p99 and busy <= busy_p99
+    assert ratios == pytest.approx([beside_p99 / alone_p99, busy_p99 / calm_p99], rel=0.01)
     assert 0 <= left <= 100
