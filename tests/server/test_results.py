@@ -10,6 +10,8 @@ from tests.support.engine import Engine
 from tests.support.http import Http
 from tests.support.subjects import Subjects
 
+_DAY_MS = 86_400_000
+
 
 async def complete(http: Http, engine: Engine, **item: object) -> tuple[str, dict[str, object]]:
     """Complete an execution over HTTP: its path, and the row of the answer."""
@@ -85,3 +87,15 @@ async def test_what_is_not_there(http: Http, engine: Engine) -> None:
     nothing = await http.get(f"/v1/executions/{without.execution_id}/result")
     assert nothing.kind == (404, "result_not_found")
     assert nothing.headers["x-ff-public-state"] == "completed"
+
+
+async def test_a_trimmed_result_went_with_its_execution(http: Http, engine: Engine) -> None:
+    path, _ = await complete(http, engine)
+    execution_id = ExecutionId(path.split("/")[3])
+    lane_id = (await engine.backend.reads.read_execution_info(execution_id)).lane_id
+    await engine.advance(7 * _DAY_MS)
+    trimmed = await engine.backend.upkeep.trim_retention(execution_id.tag, lane_id, [execution_id])
+    assert trimmed == ["purged"]
+    gone = await http.get(path)
+    text = f"execution result not found: {execution_id}"
+    assert (*gone.kind, gone.json["error"]) == (404, "execution_not_found", text)
