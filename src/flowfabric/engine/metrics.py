@@ -210,12 +210,12 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _counter("ff_scanner_restarts_total", "Restarts of a scanner after a crash.", "scanner"),
         _counter(
             "ff_event_dispatch_total",
-            "Events that subscribers of this process received: `ok` or `corrupt`.",
+            "Operator events that the event dispatcher read: `ok` or `corrupt`.",
             "result",
         ),
         _gauge(
             "ff_event_dispatch_lag_seconds",
-            "The age of the last event that a subscriber of this process received.",
+            "The age of the last event that the event dispatcher read, by the engine's clock.",
         ),
     ),
     "Engine calls": (

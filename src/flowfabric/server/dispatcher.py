@@ -8,6 +8,7 @@ import asyncio
 import logging
 
 from flowfabric.core.errors import CorruptionError, EngineError
+from flowfabric.engine import metrics
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.events import Event, Start
 from flowfabric.scanners.settings import ScannerSettings
@@ -78,9 +79,17 @@ class EventDispatcher:
                         log.warning("cannot read an entry of the feed: %s", event, extra=extra)
                     elif await self._is_ours(event):
                         _mirror(event)
+                    await self._measure(event)
             finally:
                 # Also without any event: the subscription began somewhere.
                 self._cursor = subscription.cursor
+
+    async def _measure(self, event: Event | CorruptionError) -> None:
+        if (meter := metrics.active()) is not None:
+            meter.count("ff_event_dispatch_total", "ok" if isinstance(event, Event) else "corrupt")
+            if isinstance(event, Event):
+                age_ms = await self._backend.meta.server_time_ms() - event.at
+                meter.set("ff_event_dispatch_lag_seconds", max(0, age_ms) / 1000)
 
     async def _is_ours(self, event: Event) -> bool:
         """Whether the filter of this process accepts an event (09 §2.3)."""

@@ -14,7 +14,6 @@ from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.ids import ExecutionId, new_uuid, validate_namespace
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.state import PublicState
-from flowfabric.engine import metrics
 from flowfabric.engine.api import check
 from flowfabric.engine.api import events as api
 from flowfabric.engine.events.completions import CompletionWatch
@@ -197,11 +196,6 @@ class FeedSubscription(AsyncClosing, Generic[api.F]):
                     continue
                 if self._member is not None:
                     self._member.unacked[feed] = position
-                if (meter := metrics.active()) is not None:
-                    corrupt = isinstance(found, errors.CorruptionError)
-                    meter.count("ff_event_dispatch_total", "corrupt" if corrupt else "ok")
-                    lag = max(0.0, time.time() - position[0] / 1000)
-                    meter.set("ff_event_dispatch_lag_seconds", lag)
                 if isinstance(found, errors.CorruptionError):
                     return found
                 return api.typed(found, self._form, self.cursor)
