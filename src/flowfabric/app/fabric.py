@@ -34,7 +34,7 @@ from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import ConflictError, EngineError, TransportError, invalid_input
 from flowfabric.core.ids import validate_namespace
 from flowfabric.core.text import plural
-from flowfabric.engine.api.executions import BATCH
+from flowfabric.engine.api.executions import PART
 from flowfabric.engine.connect import ServerLocation
 from flowfabric.engine.layers.tracing import enable as enable_tracing
 from flowfabric.engine.lookup import parse_name
@@ -189,7 +189,7 @@ class Fabric(AsyncClosing):
         try:
             answers = await sent(new, send)
         except EngineError as error:
-            is_one_call = len(new) <= BATCH and len({each.execution_id.tag for each in new}) == 1
+            is_one_call = len(new) <= PART and len({each.execution_id.tag for each in new}) == 1
             if is_one_call and not getattr(error, "ambiguous", False):
                 # The engine refused it.
                 raise

@@ -23,7 +23,9 @@ from flowfabric.engine.api.flows import check_member, tag_of
 Holder = Handle | Fence
 NO_FENCE = Fence()
 BATCH = 256
-"""The most items one engine call takes; longer batches are sent in pieces."""
+"""The most items one engine call takes."""
+PART = 128
+"""How many items of a batch go in one call. The server runs nothing else during a call."""
 BATCH_BYTES = 4_194_304
 """The most bytes of payloads and options it takes, unless a single item is larger."""
 DIGEST_BYTES = 32
@@ -135,13 +137,13 @@ def check_retry_policy(given: Any) -> None:
 
 
 def in_parts(positions: list[int], sizes: list[int]) -> list[list[int]]:
-    """Consecutive parts of a batch; the server runs nothing else during one call."""
-    if len(positions) <= BATCH and sum(sizes) <= BATCH_BYTES:
+    """Consecutive parts of a batch, each for one call."""
+    if len(positions) <= PART and sum(sizes) <= BATCH_BYTES:
         return [positions]
     parts: list[list[int]] = [[]]
     total = 0
     for position, size in zip(positions, sizes, strict=True):
-        if parts[-1] and (len(parts[-1]) == BATCH or total + size > BATCH_BYTES):
+        if parts[-1] and (len(parts[-1]) == PART or total + size > BATCH_BYTES):
             parts.append([])
             total = 0
         parts[-1].append(position)
