@@ -45,6 +45,8 @@ class LaneHints:
         """The tags of the partitions, oldest hint first."""
         self.swept_at = -math.inf
         """When, on the monotonic clock, the last sweep began."""
+        self.sticky: dict[str, int] = {}
+        """How often completing calls claimed from a partition since the last visit to it."""
 
     def _spread(self, shards: int) -> list[str]:
         return [f"{{fp:{each}}}" for each in lane_partitions(self.lane_id, shards, self._counts)]
@@ -67,8 +69,17 @@ class LaneHints:
         self.hinted.clear()
         return hinted
 
+    def places(self) -> Iterator[WorkPlace]:
+        """The partitions that are hinted at, oldest hint first."""
+        return ((self.lane_id, tag) for tag in self.hinted)
+
     def visited(self, tag: str, *, more: bool) -> None:
-        """Drop a visited partition, or move it behind the others if work remains there."""
+        """Note a visit: `claimed`, after which completing calls may claim there again."""
+        self.sticky.pop(tag, None)
+        self.claimed(tag, more=more)
+
+    def claimed(self, tag: str, *, more: bool) -> None:
+        """Drop the hint at a partition, or move it behind the others if work remains there."""
         self.hinted.pop(tag, None)
         if more:
             self.hinted[tag] = None
