@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowfabric.core.contracts.leases import ClaimedMany
+from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.engine.api.executions import Completion
 from tests.support.claims import BOTH, GPU, claim_many, create_many, ids
@@ -185,7 +186,7 @@ async def test_complete_and_take_the_next(engine: Engine) -> None:
         engine.want(),
         2,
     )
-    assert [None if error is None else error.code for error in outcomes] == [
+    assert [error.code if isinstance(error, EngineError) else error for error in outcomes] == [
         None,
         "execution_not_active",
         None,

@@ -17,7 +17,7 @@ from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.claims import ClaimRequest
-from flowfabric.engine.api.executions import Completion, Holder
+from flowfabric.engine.api.executions import Completion, FailedAttempt, Holder
 from tests.support.engine import TTL, Engine, refused, untouched
 from tests.support.leases import mark, reclaim, running
 
@@ -45,6 +45,16 @@ async def _completed_and_claimed(backend: Backend, handle: Handle) -> Sequence[o
     return outcomes
 
 
+async def _failed_and_claimed(backend: Backend, handle: Handle) -> Sequence[object]:
+    elsewhere = ClaimRequest("elsewhere", "w", "w-1")
+    items = [FailedAttempt(handle, "zombie")]
+    outcomes, claimed = await backend.claims.complete_and_claim(
+        handle.execution_id.tag, items, elsewhere, 1
+    )
+    assert not claimed.claims
+    return outcomes
+
+
 Verb = Callable[[Backend, Handle], Awaitable[object]]
 
 VERBS: dict[str, Verb] = {
@@ -59,6 +69,7 @@ VERBS: dict[str, Verb] = {
     "renew": lambda b, h: b.leases.renew(h),
     "renew_many": lambda b, h: _only(b.leases.renew_many([h])),
     "complete_and_claim": lambda b, h: _only(_completed_and_claimed(b, h)),
+    "fail_and_claim": lambda b, h: _only(_failed_and_claimed(b, h)),
     "suspend": lambda b, h: b.suspensions.suspend(h, condition=Single("go")),
     "create_waitpoint": lambda b, h: b.waitpoints.create_waitpoint(h, "go", 1000),
     "record_step": lambda b, h: b.steps.record_step(h.execution_id, h, "zombie", result=b"z"),

@@ -11,7 +11,7 @@ from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.errors import EngineError
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.api.executions import Completion, FailedAttempt
 from flowfabric.engine.metrics import Meter
 from flowfabric.engine.valkey.stream_pool import StreamPool
 from tests.support.engine import Engine, refused
@@ -47,6 +47,22 @@ async def test_completing_and_claiming_in_one_call(engine: Engine, meter: Meter)
     tag, request = done.execution_id.tag, engine.want()
     await engine.backend.claims.complete_and_claim(tag, items, request, 1)
     assert meter.value(OUTCOMES, "default", "ok") == 1
+
+
+@pytest.mark.parametrize(
+    ("category", "retries", "outcome"),
+    [("boom", 0, "error"), ("timeout", 0, "timeout"), ("boom", 3, "retry")],
+)
+async def test_failing_and_claiming_in_one_call(
+    engine: Engine, meter: Meter, category: str, retries: int, outcome: str
+) -> None:
+    failed = await engine.running(policy={"retry_policy": {"max_retries": retries}})
+    done, ended = await engine.running(), await engine.running()
+    await engine.backend.executions.complete(ended)
+    items = [FailedAttempt(failed, "x", category), Completion(done), FailedAttempt(ended, "x")]
+    tag, request = failed.execution_id.tag, engine.want()
+    await engine.backend.claims.complete_and_claim(tag, items, request, 1)
+    assert meter.numbers[OUTCOMES] == {("default", outcome): 1, ("default", "ok"): 2}
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,19 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from flowfabric.app.context import Context
 from flowfabric.app.fabric import Fabric
 from flowfabric.core.contracts.budgets import NewBudget
-from flowfabric.core.errors import AuthError, ConfigError, PermanentError
+from flowfabric.core.contracts.executions import TerminalFailed
+from flowfabric.core.errors import AuthError, ConfigError, EngineError, PermanentError
 from flowfabric.core.ids import budget_id
 from flowfabric.core.state import PublicState
 from flowfabric.engine import metrics
+from flowfabric.engine.api.executions import Completion, FailedAttempt
 from flowfabric.engine.http.address import ServerAddress
 from flowfabric.engine.http.backend import HttpBackend
 from flowfabric.engine.valkey.backend import ValkeyBackend
@@ -84,6 +86,64 @@ async def test_it_runs_tasks(engine: Engine, make_remote: MakeRemote) -> None:
         await until(lambda: runtime.summary.completed == 301, "one more")
     assert runtime.summary == RunSummary(completed=301)
     assert await engine.backend.reads.get_execution_result(ids[-1]) == b"[1]!"
+
+
+async def test_it_fails_tasks_and_takes_the_next_in_one_call(
+    engine: Engine, make_remote: MakeRemote
+) -> None:
+    ids = await submit(engine.backend, 20, policy={"retry_policy": {"max_retries": 1}})
+    worker = await make_remote(max_concurrent_tasks=1)
+    sent: list[str] = []
+    link = cast("HttpBackend", worker.backend).link
+    original = link.call
+
+    def counted(method: str, path: str, *args: Any, **options: Any) -> Any:
+        sent.append(path.partition("?")[0])
+        return original(method, path, *args, **options)
+
+    link.call = counted
+
+    async def handler(task: ClaimedTask) -> None:
+        if task.execution_id != ids[0]:
+            raise PermanentError("no") if task.execution_id in ids[2:] else ValueError("not now")
+
+    async with serving(worker, {"job": handler}) as runtime:
+        done = RunSummary(completed=1, failed=18, retried=1)
+        await until(lambda: runtime.summary == done, "all of them", 30)
+    states = [await state(engine.backend, each) for each in ids]
+    assert states == ["completed", "delayed", *["failed"] * 18]
+    assert sent.count("/v1/remote/fail") == 19
+    # The first task, and then the wait for more.
+    assert sent.count("/v1/remote/claim") <= 5
+
+
+async def test_results_and_failures_of_one_tick_each_get_their_answer(
+    engine: Engine, make_remote: MakeRemote
+) -> None:
+    worker = await make_remote(max_concurrent_tasks=4)
+    await submit(engine.backend, 4)
+    tasks = await worker.claim_many(4)
+    items = [
+        Completion(tasks[0].handle, b"r"),
+        FailedAttempt(tasks[1].handle, "x"),
+        FailedAttempt(tasks[1].handle, "y"),
+        Completion(tasks[1].handle),
+        Completion(tasks[2].handle),
+    ]
+    outcomes, claimed = await worker.claims.complete(
+        "default", tasks[0].execution_id.tag, items, lambda: True
+    )
+    kinds = [each.code if isinstance(each, EngineError) else each for each in outcomes]
+    assert kinds[0] is None
+    assert kinds[4] is None
+    # The two kinds go in calls of their own: one of them ended the second task.
+    assert kinds[1:4] in (
+        [TerminalFailed(), TerminalFailed(), "execution_not_active"],
+        ["execution_not_active", "execution_not_active", None],
+    )
+    assert claimed() == []
+    for task in tasks:
+        task.finish("test")
 
 
 async def test_it_is_registered_and_leaves(engine: Engine, make_remote: MakeRemote) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -261,6 +262,37 @@ async def test_bounded_and_batched(engine: Engine, make_worker: MakeWorker) -> N
         await until(lambda: runtime.summary.completed == count, "all of them", 30)
     assert most <= permits
     assert calls < count / 5
+
+
+async def test_a_worker_fails_a_task_and_takes_the_next_in_one_call(
+    engine: Engine, make_worker: MakeWorker
+) -> None:
+    """Failures and results of one tick go in the same call."""
+
+    async def handler(task: ClaimedTask) -> None:
+        if task.attempt_index == 0 and int(task.input_payload) % 2:
+            raise ValueError(task.input_payload)
+
+    for n in range(40):
+        await submit(engine.backend, input_payload=str(n).encode())
+    worker = await make_worker(max_concurrent_tasks=4)
+    sent: Counter[str] = Counter()
+    transport = valkey_of(worker).transport
+    original = transport.fcall
+
+    def counted(function: str, *args: Any, **kwargs: Any) -> Any:
+        sent[function] += 1
+        return original(function, *args, **kwargs)
+
+    transport.fcall = counted
+    async with serving(worker, {"job": handler}) as runtime:
+        done = RunSummary(completed=20, failed=20)
+        await until(lambda: runtime.summary == done, "all of them", 30)
+    # Each call ends the four that run. Besides the claims that found them first, only a claim or
+    # two that find nothing follow.
+    assert sent["ff_fail"] == 0
+    assert sent["ff_complete"] <= 13
+    assert sent["ff_claim_many"] <= 4
 
 
 async def test_lanes_and_partitions_share_a_busy_worker(

@@ -27,6 +27,7 @@ ME = {"worker_instance_id": "w-1"}
 CLAIM = "/v1/remote/claim"
 RENEW = "/v1/remote/renew"
 COMPLETE = "/v1/remote/complete"
+FAIL = "/v1/remote/fail"
 
 
 async def claimed(http: Http, **ask: Any) -> list[dict[str, Any]]:
@@ -358,12 +359,32 @@ async def test_completing_claims_the_next(http: Http, engine: Engine) -> None:
     assert (only["results"], only["claims"]) == ([], [])
 
 
-async def test_a_claim_that_is_refused_completes_nothing(http: Http, engine: Engine) -> None:
+async def test_failing_and_claiming_the_next_survives_a_lost_answer(
+    http: Http, engine: Engine
+) -> None:
+    ids = {await engine.create() for _ in range(3)}
+    (first,) = await claimed(http)
+    ask = ME | {"max": 2, "request_id": new_uuid()}
+    body = {"items": [{"handle": first["handle"], "reason": "broken"}], "claim": ask}
+    with FaultProxy(http.address) as proxy:
+        proxy.drop_next_reply(b"/v1/remote/fail")
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await Http(proxy.address).post(FAIL, body)
+    answer = (await http.post(FAIL, body)).json
+    assert answer["results"] == [{"status": 200, "result": "TerminalFailed"}]
+    assert {claim["execution_id"] for claim in (first, *answer["claims"])} == ids
+    only = (await http.post(FAIL, {"items": [], "claim": ME})).json
+    assert (only["results"], only["claims"]) == ([], [])
+
+
+@pytest.mark.parametrize("path", [COMPLETE, FAIL])
+async def test_a_claim_that_is_refused_ends_nothing(http: Http, engine: Engine, path: str) -> None:
     execution_id = await engine.create()
     (first,) = await claimed(http)
     asks: dict[str, Any] = ME | {"lanes": []}
-    body: dict[str, Any] = {"items": [{"handle": first["handle"]}], "claim": asks}
-    assert (await http.post(COMPLETE, body)).kind == (400, "invalid_input")
+    items = [{"handle": first["handle"], "reason": "broken"}]
+    body: dict[str, Any] = {"items": items, "claim": asks}
+    assert (await http.post(path, body)).kind == (400, "invalid_input")
     assert await state(engine, execution_id) == "active"
 
 

@@ -10,7 +10,7 @@ from flowfabric.core.contracts.leases import Granted
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import parse_policy
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.api.executions import Completion, FailedAttempt
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.feeds import ValkeyFeeds
@@ -218,6 +218,14 @@ CASES: dict[str, Case] = {
         two_running,
         lambda backend, items: backend.claims.complete_and_claim(
             fixed(1).tag, items, Engine(backend).want(), 5
+        ),
+    ),
+    "fail_and_claim": Case(
+        "ff_complete",
+        two_running,
+        lambda backend, items: backend.claims.complete_and_claim(
+            *(fixed(1).tag, [FailedAttempt(items[0].handle, "x"), items[1]]),
+            *(Engine(backend).want(), 5),
         ),
     ),
     "fail_retry": Case(

@@ -78,7 +78,7 @@ EXPIRE = "functions/ff_expire.lua"
 TRIM = "functions/ff_trim.lua"
 PROMOTE = "functions/ff_promote_delayed.lua"
 PROGRESS = "functions/ff_progress.lua"
-FAIL = "functions/ff_fail.lua"
+RETRY = "lib/90_retry.lua"
 CANCEL = "functions/ff_cancel.lua"
 REGISTER = "functions/ff_worker_register.lua"
 
@@ -180,9 +180,9 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     ),
     (
         "own failure",
-        FAIL,
-        "and own.ended_by == 'fail'",
-        "",
+        RETRY,
+        " or own.ended_by ~= 'fail' then",
+        " then",
         matrix(stored_fencing.capped, "fail"),
     ),
     (

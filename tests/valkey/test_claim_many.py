@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowfabric.core.contracts.leases import ClaimedMany
+from flowfabric.core.errors import EngineError
 from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.valkey import keys
 from tests.support.claims import claim_many, ids
@@ -133,7 +134,7 @@ async def test_a_result_over_the_limit_stops_nobody_else(engine: Engine) -> None
         engine.want(),
         1,
     )
-    assert [None if error is None else error.code for error in outcomes] == [
+    assert [error.code if isinstance(error, EngineError) else error for error in outcomes] == [
         "payload_too_large",
         None,
     ]

@@ -145,6 +145,7 @@ async def trimmed(engine: Engine) -> Handle:
 
 Situation = Callable[[Engine], Awaitable[Handle]]
 COMPLETES = {"complete", "complete_many", "complete_and_claim"}
+FAILS = {"fail", "fail_and_claim"}
 
 # Situation, the code every verb is refused with, and the verbs that get their first answer again
 # because the situation is what they themselves brought about (02 §15).
@@ -160,9 +161,9 @@ MATRIX: list[tuple[Situation, str, set[str]]] = [
     (revoked_and_reclaimed, "stale_lease", set()),
     (cancelled_by_operator, "execution_not_active", {"cancel"}),
     (completed, "execution_not_active", COMPLETES),
-    (failed_with_retry, "execution_not_active", {"fail"}),
-    (failed_and_reclaimed, "stale_lease", {"fail"}),
-    (failed_for_good, "execution_not_active", {"fail"}),
+    (failed_with_retry, "execution_not_active", FAILS),
+    (failed_and_reclaimed, "stale_lease", FAILS),
+    (failed_for_good, "execution_not_active", FAILS),
     (given_back, "execution_not_active", {"delay"}),
     (given_back_and_cancelled, "execution_not_active", {"delay", "cancel"}),
     (given_back_cancelled_and_replayed, "execution_not_active", {"delay", "cancel"}),

@@ -13,7 +13,7 @@ from flowfabric.core.contracts.leases import Candidate, ClaimedMany
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.claims import ClaimRequest
-from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.api.executions import End, EndOutcome
 from flowfabric.engine.api.places import WorkPlace
 from flowfabric.scheduler.admission import Admissions
 from flowfabric.scheduler.cycles import measure_cycle, measured
@@ -212,19 +212,19 @@ class WorkerClaims(ClaimPermits[T]):
         self,
         lane_id: str,
         tag: str,
-        items: Sequence[Completion],
+        items: Sequence[End],
         may_repeat: Callable[[], bool],
         *,
         of_flow: bool = False,
-    ) -> tuple[list[EngineError | None], Callable[[], list[T]]]:
-        """Complete executions and claim as many of the same lane and partition.
+    ) -> tuple[list[EndOutcome], Callable[[], list[T]]]:
+        """Complete and fail executions, and claim as many of the same lane and partition.
 
         Members of a flow release others there. Repeats the same request after an outage as long as
-        `may_repeat`. Returns the errors, and a function that returns the claimed tasks: call it
-        when the completed ones have released their permits.
+        `may_repeat`. Returns the outcomes, and a function that returns the claimed tasks: call it
+        when those that ended have released their permits.
         """
         request, request_id, since = self.requests[lane_id], new_uuid(), time.monotonic()
-        # Completing these tasks frees their permits, so claim that many.
+        # Ending these tasks frees their permits, so claim that many.
         room = len(items) if self._may_stick(lane_id, tag, of_flow=of_flow) else 0
         pause = _FIRST_PAUSE_S
         while True:

@@ -20,7 +20,7 @@ from flowfabric.core.errors import EngineError, WorkerAtCapacity
 from flowfabric.engine import metrics
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.claims import ClaimRequest
-from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.api.executions import End, EndOutcome
 from flowfabric.engine.outage import Outage
 
 log = logging.getLogger(__name__)
@@ -158,15 +158,15 @@ class ClaimPermits(ABC, Generic[T]):
         self,
         lane_id: str,
         tag: str,
-        items: Sequence[Completion],
+        items: Sequence[End],
         may_repeat: Callable[[], bool],
         *,
         of_flow: bool = False,
-    ) -> tuple[list[EngineError | None], Callable[[], list[T]]]:
-        """Complete executions and claim as many.
+    ) -> tuple[list[EndOutcome], Callable[[], list[T]]]:
+        """Complete and fail executions, and claim as many.
 
-        Repeats the same request after an outage as long as `may_repeat`. Returns the errors, and a
-        function that returns the claimed tasks: call it when the completed ones have released their
+        Repeats the same request after an outage as long as `may_repeat`. Returns the outcomes, and
+        a function that returns the claimed tasks: call it when those that ended have released their
         permits.
         """
 

@@ -12,11 +12,11 @@ from typing import Literal, cast
 import msgspec
 
 from flowfabric.core import errors
-from flowfabric.core.contracts.executions import RetryScheduled
+from flowfabric.core.contracts.executions import FailOutcome, RetryScheduled
 from flowfabric.core.state import ExpireReason
 from flowfabric.core.text import duration
-from flowfabric.engine.api.executions import Completion
-from flowfabric.sdk.failures import HandlerFailure, describe
+from flowfabric.engine.api.executions import Completion, End, FailedAttempt
+from flowfabric.sdk.failures import FailureDescription, HandlerFailure, describe
 from flowfabric.sdk.lease_keeper import CANCELLED, RELEASED, TERMINAL_CODES, is_cancelled
 from flowfabric.sdk.logs import log_task
 from flowfabric.sdk.scanner_thread import ScannerThread
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 FailOrRelease = Literal["fail", "release"]
 Encoded = tuple[bytes, str]
 """Result bytes and their encoding label."""
-Finished = tuple[ClaimedTask, Completion]
 
 _EXPIRE_TRIES = 50
 _EXPIRE_PAUSE_S = 0.01
@@ -61,8 +60,24 @@ class RunSummary(msgspec.Struct):
 
 
 @dataclass(slots=True, eq=False, repr=False)
+class Failing:
+    """An attempt that failed, until the engine has answered."""
+
+    failure: FailureDescription
+    answered: asyncio.Future[None]
+
+    @property
+    def text(self) -> str:
+        """What the log says of it."""
+        return f"failed: {self.failure.log_message}"
+
+
+Finished = tuple[ClaimedTask, End, Failing | None]
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class Endings:
-    """Ends attempts, those with a result in batches, and counts how they ended."""
+    """Ends attempts, those whose handlers have ended in batches, and counts how they ended."""
 
     worker: Worker
     scanners: ScannerThread | None
@@ -134,15 +149,33 @@ class Endings:
                 log_task(logging.ERROR, "late_failure", task, text, cause=failure.exc_info)
             self.count(task)
             return
-        text = f"failed: {failure.log_message}"
         await self._settle_cancellation()
-        try:
-            outcome = await task.fail(failure.report, failure.category)
-        except errors.FlowFabricError as problem:
-            self.abandon(task, problem, text, failure.exc_info)
+        failing = Failing(failure, asyncio.get_running_loop().create_future())
+        if task.wrote_output:
+            await task.flush_best_effort()
+        if task.lease_lost is not None:
+            self.abandon(task, task.lease_lost, failing.text, failure.exc_info)
             return
-        retry_at = outcome.delay_until if isinstance(outcome, RetryScheduled) else None
-        self._failed(task, text, retry_at, failure.exc_info)
+        if task.trace is not None:
+            task.trace.queued("fail")
+        failed = FailedAttempt(task.claim.handle, failure.report, failure.category)
+        self._queue((task, failed, failing))
+        await failing.answered
+
+    def _failed_with(
+        self, task: ClaimedTask, failing: Failing, outcome: FailOutcome | BaseException
+    ) -> None:
+        """Finish a task by what became of its failure, unless it was given up meanwhile."""
+        cause = failing.failure.exc_info
+        if task.finished_by is None:
+            if isinstance(outcome, BaseException):
+                self.abandon(task, outcome, failing.text, cause)
+            else:
+                task.finish("fail")
+                retry_at = outcome.delay_until if isinstance(outcome, RetryScheduled) else None
+                self._failed(task, failing.text, retry_at, cause)
+        if not failing.answered.done():
+            failing.answered.set_result(None)
 
     def _failed(
         self,
@@ -266,8 +299,11 @@ class Endings:
             completion = Completion(handle, result)
         else:
             completion = Completion(handle, *_encoded(result))
-        place = handle.lane_id, handle.execution_id.tag
-        self._done.setdefault(place, []).append((task, completion))
+        self._queue((task, completion, None))
+
+    def _queue(self, finished: Finished) -> None:
+        handle = finished[1].handle
+        self._done.setdefault((handle.lane_id, handle.execution_id.tag), []).append(finished)
         if not self._flush_planned:
             self._flush_planned = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -298,57 +334,74 @@ class Endings:
             await self._deliver(lane_id, tag, finished)
         except BaseException as error:
             # Only a bug or the end of the loop leads here; no permit may be lost even then.
-            for task, _ in finished:
-                if task.finished_by is None:
-                    self.abandon(task, error)
+            for one in finished:
+                if one[0].finished_by is None:
+                    self._give_up(one, error)
             raise
 
+    def _give_up(self, finished: Finished, error: BaseException) -> None:
+        task, _, failing = finished
+        if failing is None:
+            self.abandon(task, error)
+        else:
+            self._failed_with(task, failing, error)
+
     async def _deliver(self, lane_id: str, tag: str, finished: list[Finished]) -> None:
-        items = [completion for _, completion in finished]
         try:
             # The same request is good while any of the leases may last.
             outcomes, claimed_tasks = await self.worker.claims.complete(
                 lane_id,
                 tag,
-                items,
-                lambda: any(task.may_hold_lease for task, _ in finished),
-                of_flow=any(task.claim.flow_id for task, _ in finished),
+                [end for _, end, _ in finished],
+                lambda: any(task.may_hold_lease for task, _, _ in finished),
+                of_flow=any(task.claim.flow_id for task, _, _ in finished),
             )
         except errors.TransportError as error:
-            for task, _ in finished:
-                self.abandon(task, error)
+            for one in finished:
+                self._give_up(one, error)
             return
         except errors.EngineError as error:
-            text = "cannot complete a batch, completing its tasks one by one: %s"
+            text = "cannot end a batch, ending its tasks one by one: %s"
             log.warning(text, error, extra={"action": "complete_failed"})
-            await asyncio.gather(*(self._alone(*one) for one in finished))
+            await asyncio.gather(*(self._alone(one) for one in finished))
             return
         refused: list[tuple[ClaimedTask, errors.ValidationError]] = []
         debug = log.isEnabledFor(logging.DEBUG)
-        for (task, _), outcome in zip(finished, outcomes, strict=True):
-            if outcome is None:
+        for (task, _, failing), outcome in zip(finished, outcomes, strict=True):
+            if failing is not None:
+                assert outcome is not None
+                self._failed_with(task, failing, outcome)
+            elif outcome is None:
                 self.summary.completed += 1
                 if debug:
                     log_task(logging.DEBUG, "task_succeeded", task, "succeeded")
                 task.finish("complete")
             elif isinstance(outcome, errors.ValidationError):
                 refused.append((task, outcome))
-            else:
+            elif isinstance(outcome, errors.EngineError):
                 self.abandon(task, outcome)
         for task in claimed_tasks():
             self.start(task)
         for task, problem in refused:
             await self.refuse(task, problem)
 
-    async def _alone(self, task: ClaimedTask, completion: Completion) -> None:
-        """Complete one task of a batch that was refused as a whole."""
+    async def _alone(self, finished: Finished) -> None:
+        """End one task of a batch that was refused as a whole."""
+        task, end, failing = finished
         try:
-            await task.complete(completion.result_payload, completion.result_encoding)
-            self.count(task)
-        except errors.ValidationError as problem:
-            await self.refuse(task, problem)
+            if isinstance(end, Completion):
+                await task.complete(end.result_payload, end.result_encoding)
+                self.count(task)
+            elif failing is not None:
+                outcome = await self.worker.backend.executions.fail(
+                    end.handle, end.reason, end.category
+                )
+                self._failed_with(task, failing, outcome)
         except errors.FlowFabricError as problem:
-            self.abandon(task, problem)
+            if failing is None and isinstance(problem, errors.ValidationError):
+                await self.refuse(task, problem)
+            else:
+                self._give_up(finished, problem)
 
 
 def _was_cancelled(error: BaseException) -> bool:

@@ -12,12 +12,13 @@ from typing import Any, cast
 
 import msgspec
 
+from flowfabric.core.contracts.executions import RetryScheduled, TerminalFailed
 from flowfabric.core.contracts.remote import RemoteClaim, RemoteClaims
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.claims import ClaimRequest
-from flowfabric.engine.api.executions import BATCH, Completion
+from flowfabric.engine.api.executions import BATCH, End, EndOutcome, FailedAttempt
 from flowfabric.engine.http.backend import HttpBackend
 from flowfabric.engine.http.leases import Row, handle_text, row_error
 from flowfabric.engine.outage import Outage, is_permanent
@@ -51,11 +52,16 @@ class _Answer(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class _Ended:
-    """Executions of one place whose handlers have ended."""
+    """Executions of one place whose handlers have ended, all with a result or all without."""
 
-    items: Sequence[Completion]
+    items: Sequence[End]
     may_repeat: Callable[[], bool]
-    outcome: asyncio.Future[tuple[list[EngineError | None], _Claimed]]
+    outcome: asyncio.Future[tuple[list[EndOutcome], _Claimed]]
+
+    @property
+    def failed(self) -> bool:
+        """Whether the handlers failed."""
+        return isinstance(self.items[0], FailedAttempt)
 
 
 class ServerClaims(ClaimPermits[ClaimedTask]):
@@ -153,12 +159,41 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
         self,
         lane_id: str,  # noqa: ARG002 - a server completes executions of any place
         tag: str,  # noqa: ARG002
-        items: Sequence[Completion],
+        items: Sequence[End],
         may_repeat: Callable[[], bool],
         *,
         of_flow: bool = False,  # noqa: ARG002
-    ) -> tuple[list[EngineError | None], _Claimed]:
-        """Complete executions, together with others that ended meanwhile, and claim as many."""
+    ) -> tuple[list[EndOutcome], _Claimed]:
+        """Complete and fail executions, with others that ended meanwhile, and claim as many."""
+        failed = [isinstance(item, FailedAttempt) for item in items]
+        if any(failed) and not all(failed):
+            return await self._complete_apart(items, failed, may_repeat)
+        return await self._end(items, may_repeat)
+
+    async def _complete_apart(
+        self, items: Sequence[End], failed: Sequence[bool], may_repeat: Callable[[], bool]
+    ) -> tuple[list[EndOutcome], _Claimed]:
+        """The server takes completions and failures in calls of their own."""
+        outcomes: list[EndOutcome] = [None] * len(items)
+        found: list[_Claimed] = []
+
+        async def end(*, which: bool) -> None:
+            places = [i for i, each in enumerate(failed) if each is which]
+            try:
+                answers, claimed = await self._end([items[i] for i in places], may_repeat)
+            except EngineError as error:
+                # What became of the others is known.
+                answers, claimed = [error] * len(places), list
+            for i, answer in zip(places, answers, strict=True):
+                outcomes[i] = answer
+            found.append(claimed)
+
+        await asyncio.gather(end(which=False), end(which=True))
+        return outcomes, lambda: [task for claimed in found for task in claimed()]
+
+    async def _end(
+        self, items: Sequence[End], may_repeat: Callable[[], bool]
+    ) -> tuple[list[EndOutcome], _Claimed]:
         ended = _Ended(items, may_repeat, asyncio.get_running_loop().create_future())
         self._ended.append(ended)
         if len(self._senders) < _SENDERS:
@@ -187,14 +222,14 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
         while self._ended:
             following = self._ended[0].items
             count, size = count + len(following), size + _size(following)
-            if count > BATCH or size > _MAX_BYTES:
+            if count > BATCH or size > _MAX_BYTES or self._ended[0].failed != batch[0].failed:
                 break
             batch.append(self._ended.popleft())
         return batch
 
     async def _send(self, batch: list[_Ended]) -> None:
         items = [_item(item) for ended in batch for item in ended.items]
-        # Completing these tasks frees their permits, so claim that many.
+        # Ending these tasks frees their permits, so claim that many.
         room = 0 if self.stopping or self.draining else min(len(items), BATCH)
         request_id, since = new_uuid(), time.monotonic()
         body: dict[str, Any] = {"items": items}
@@ -213,19 +248,30 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
 
         rows = iter(answer.results)
         for ended in batch:
-            errors = [row_error(next(rows), self.link, "complete_many") for _ in ended.items]
-            # The last to be resumed: by then, all completed tasks have released their permits.
-            ended.outcome.set_result((errors, claimed if ended is batch[-1] else list))
+            outcomes = [self._outcome(next(rows), item) for item in ended.items]
+            # The last to be resumed: by then, all tasks that ended have released their permits.
+            ended.outcome.set_result((outcomes, claimed if ended is batch[-1] else list))
+
+    def _outcome(self, row: Row, item: End) -> EndOutcome:
+        if not isinstance(item, FailedAttempt):
+            return row_error(row, self.link, "complete_many")
+        if error := row_error(row, self.link, "fail"):
+            return error
+        match row["result"]:
+            case {"RetryScheduled": {"delay_until": due, "next_attempt_index": index}}:
+                return RetryScheduled(due, index)
+            case _:
+                return TerminalFailed()
 
     async def _delivered(self, body: dict[str, Any], batch: list[_Ended]) -> _Answer:
         """Send the same request until it is answered, as long as one of the leases may last."""
-        pause = _FIRST_PAUSE_S
+        pause, failed = _FIRST_PAUSE_S, batch[0].failed
         while True:
             try:
                 answer: _Answer = await self.link.call(
-                    *("POST", "/v1/remote/complete", body),
+                    *("POST", f"/v1/remote/{'fail' if failed else 'complete'}", body),
                     answer=_Answer,
-                    op="complete_many",
+                    op="fail" if failed else "complete_many",
                     repeatable=True,
                 )
             except EngineError as error:
@@ -256,15 +302,20 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
         await super().aclose()
 
 
-def _size(items: Sequence[Completion]) -> int:
-    return sum(len(item.result_payload or b"") for item in items)
+def _size(items: Sequence[End]) -> int:
+    return sum(
+        len(item.reason if isinstance(item, FailedAttempt) else item.result_payload or b"")
+        for item in items
+    )
 
 
-def _item(completion: Completion) -> dict[str, Any]:
-    item: dict[str, Any] = {"handle": handle_text(completion.handle)}
-    if completion.result_payload is not None:
-        item["result_b64"] = completion.result_payload
-        item["result_encoding"] = completion.result_encoding
+def _item(end: End) -> dict[str, Any]:
+    item: dict[str, Any] = {"handle": handle_text(end.handle)}
+    if isinstance(end, FailedAttempt):
+        item |= {"reason": end.reason, "category": end.category}
+    elif end.result_payload is not None:
+        item["result_b64"] = end.result_payload
+        item["result_encoding"] = end.result_encoding
     return item
 
 

@@ -50,19 +50,19 @@ class ClaimedTask(HeldAttempt):
 
     async def fail(self, reason: str, category: str = "transient") -> executions.FailOutcome:
         """End this attempt unsuccessfully; the stored policy decides on a retry."""
-        await self._flush_best_effort()
+        await self.flush_best_effort()
         fail = self.backend.executions.fail
         return await self._land("fail", lambda: fail(self.handle, reason, category))
 
     async def cancel(self, reason: str = "") -> None:
         """End the execution deliberately."""
-        await self._flush_best_effort()
+        await self.flush_best_effort()
         cancel = self.backend.executions.cancel
         await self._land("cancel", lambda: cancel(self.handle, reason))
 
     async def delay_execution(self, delay_until_ms: int) -> None:
         """Give the lease back until then (at or before now: at once); the attempt resumes later."""
-        await self._flush_best_effort()
+        await self.flush_best_effort()
         delay = self.backend.executions.delay
         await self._land("delay", lambda: delay(self.handle, delay_until_ms))
 
@@ -73,7 +73,7 @@ class ClaimedTask(HeldAttempt):
 
     async def move_to_waiting_children(self) -> executions.WaitChildrenOutcome:
         """Park until the open dependencies are resolved; the lease is kept unless `Moved`."""
-        await self._flush_best_effort()
+        await self.flush_best_effort()
         return await self._land(
             "wait_children",
             lambda: self.backend.executions.wait_children(self.handle),
@@ -84,7 +84,7 @@ class ClaimedTask(HeldAttempt):
         self, nodes: Sequence[GraphNode], edges: Sequence[GraphEdge] = (), *, wait: bool = False
     ) -> Spawned:
         """Add members that this task depends on; with `wait`, release it until they have ended."""
-        await self._flush_best_effort()
+        await self.flush_best_effort()
         spawn = self.backend.flows.spawn_children
         return await self._land(
             "spawn_children",
@@ -335,7 +335,8 @@ class ClaimedTask(HeldAttempt):
         if self._writer is not None:
             await self._writer.flush()
 
-    async def _flush_best_effort(self) -> None:
+    async def flush_best_effort(self) -> None:
+        """Send what the task has written, unless that fails."""
         try:
             await self.flush_output()
         except FlowFabricError as error:

@@ -8,7 +8,7 @@ import msgspec
 from flowfabric.core import capabilities as caps
 from flowfabric.core.contracts import leases
 from flowfabric.core.contracts.leases import Claim, ClaimGrant
-from flowfabric.core.errors import EngineError, invalid_input
+from flowfabric.core.errors import invalid_input
 from flowfabric.core.ids import (
     ExecutionId,
     validate_lane,
@@ -17,7 +17,7 @@ from flowfabric.core.ids import (
 )
 from flowfabric.engine.api import check
 from flowfabric.engine.api.concern import Concern
-from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.api.executions import End, EndOutcome
 
 LANE_CLOSED = "lane closed"
 WORKER_DRAINING = "worker draining"
@@ -81,16 +81,17 @@ class Claims(Concern, Protocol):
     async def complete_and_claim(
         self,
         tag: str,
-        items: Sequence[Completion],
+        items: Sequence[End],
         request: ClaimRequest,
         max_n: int,
         *,
         request_id: str | None = None,
-    ) -> tuple[list[EngineError | None], leases.ClaimedMany]:
-        """Complete executions of one partition and claim the next ones there in one round trip.
+    ) -> tuple[list[EndOutcome], leases.ClaimedMany]:
+        """Complete and fail executions of one partition and claim the next ones in one round trip.
 
-        The completions commit first and never depend on the claim. None means success. Repeating a
-        request id returns the claims that its first call made, also without the items.
+        The ends commit first and never depend on the claim, nor the claim on them. None means
+        completed. Repeating a request id returns the claims that its first call made, also without
+        the items.
         """
         ...
 

@@ -41,6 +41,20 @@ class Completion(msgspec.Struct, frozen=True):
     result_encoding: str = ""
 
 
+class FailedAttempt(msgspec.Struct, frozen=True):
+    """One attempt to fail: its handle, why, and the category by which its policy decides."""
+
+    handle: Handle
+    reason: str
+    category: str = "transient"
+
+
+End = Completion | FailedAttempt
+"""How an attempt ends that its worker has run."""
+EndOutcome = executions.FailOutcome | EngineError | None
+"""What became of it; None means completed."""
+
+
 def check_size(payload: Any, field: str, limit: int) -> None:
     """Refuse a payload that is larger than the deployment allows."""
     size = len(check.binary(payload, field))

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -65,6 +66,12 @@ _OUTCOMES: dict[type, str] = {
     Cancelled: "cancelled",
     ReclaimCapExceeded: "failed",
 }
+_BATCH_OUTCOMES: dict[type, tuple[str, str]] = {
+    Completed: ("complete_many", "success"),
+    NoneType: ("complete_many", "success"),
+    TerminalFailed: ("fail_execution", "failed"),
+}
+"""Which operation ended an execution of a batch, and its outcome."""
 _TIMED_OUT = {
     "expired": "expired",
     "failed": "failed",
@@ -204,11 +211,11 @@ def _batch_logged(method: Method) -> Method:
         outcome = await method(*args, **options)
         if ends.isEnabledFor(logging.INFO):
             items = bind(*args, **options)["items"]
-            answers = outcome if op == "complete_many" else outcome[0]
+            answers: list[object] = outcome if op == "complete_many" else outcome[0]
             for item, answer in zip(items, answers, strict=True):
-                if not isinstance(answer, EngineError):
-                    lease = _lease(item.handle)
-                    _log_end("complete_many", "success", **lease, source="lease_holder")
+                end = _BATCH_OUTCOMES.get(type(answer))
+                if end is not None:
+                    _log_end(*end, **_lease(item.handle), source="lease_holder")
         return outcome
 
     return call

@@ -23,7 +23,7 @@ from flowfabric.engine.api import check
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.api.concern import Refusal
-from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.api.executions import Completion, End, EndOutcome, FailedAttempt
 from flowfabric.engine.api.reads import Reads
 from flowfabric.engine.api.streams import size_of
 from flowfabric.engine.api.upkeep import DependencyAudit
@@ -111,9 +111,9 @@ def _completed_many(note: Meter, answers: Sequence[object], items: Sequence[Comp
 
 def _completed_and_claimed(
     note: Meter,
-    outcome: tuple[Sequence[EngineError | None], ClaimedMany],
+    outcome: tuple[Sequence[EndOutcome], ClaimedMany],
     _tag: str,
-    _items: object,
+    items: Sequence[End],
     request: ClaimRequest,
     _max_n: int,
     **_: Any,
@@ -122,6 +122,10 @@ def _completed_and_claimed(
     if completed := answers.count(None):
         # They come from one lane: batches are built per lane and partition.
         note.count("ff_attempt_outcome_total", request.lane_id, "ok", by=completed)
+    if completed < len(answers):
+        for item, answer in zip(items, answers, strict=True):
+            if isinstance(item, FailedAttempt) and not isinstance(answer, EngineError):
+                _failed(note, answer, "", item.handle, failure_category=item.category)
     _claimed(note, claimed)
 
 

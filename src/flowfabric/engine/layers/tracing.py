@@ -285,14 +285,14 @@ def _producer(tracing: Tracing) -> Any:
 
 
 class AttemptTrace:
-    """The spans of one attempt in a worker: its claim, its handler, its completion."""
+    """The spans of one attempt in a worker: its claim, its handler, its end."""
 
     def __init__(self, tracing: Tracing, claim: Claim, since: float) -> None:
         self._tracing = tracing
         self._claim = claim
         self._parent = tracing.context(claim.tags.get(TRACE_TAG))
         self._span: Span | None = None
-        self._queued_at: int | None = None
+        self._queued: tuple[str, int] | None = None
         handle = claim.handle
         self._about = {
             "ff.execution_id": str(handle.execution_id),
@@ -331,16 +331,17 @@ class AttemptTrace:
         if self._span is not None:
             self._tracing.fail(self._span, why)
 
-    def queued(self) -> None:
-        """The handler returned, and its result waits to be stored."""
-        self._queued_at = time.time_ns()
+    def queued(self, op: str = "complete") -> None:
+        """The handler has ended, and its result or failure waits to be stored."""
+        self._queued = op, time.time_ns()
 
     def finished(self, how: str) -> None:
-        """The result was stored, or given up."""
-        if self._queued_at is not None and self._span is not None:
+        """The result or failure was stored, or given up."""
+        if self._queued is not None and self._span is not None:
             inside = self._tracing.api.set_span_in_context(self._span)
-            error = "" if how == "complete" else how
-            self._short_span("ff.complete_execution", inside, self._queued_at, error)
+            op, queued_at = self._queued
+            error = "" if how == op else how
+            self._short_span(f"ff.{op}_execution", inside, queued_at, error)
 
     def _short_span(self, name: str, parent: "Context | None", began: int, error: str = "") -> None:
         span = self._tracing.tracer.start_span(

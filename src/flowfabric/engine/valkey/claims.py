@@ -24,7 +24,7 @@ from flowfabric.engine import metrics
 from flowfabric.engine.api import check
 from flowfabric.engine.api.admission import Block
 from flowfabric.engine.api.claims import ClaimRequest, Claims, GrantOptions, worker_pair
-from flowfabric.engine.api.executions import BATCH, Completion
+from flowfabric.engine.api.executions import BATCH, End, EndOutcome
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.admission import ValkeyAdmission
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, text, unreadable
@@ -67,18 +67,18 @@ class ValkeyClaims(Claims):
     async def complete_and_claim(
         self,
         tag: str,
-        items: Sequence[Completion],
+        items: Sequence[End],
         request: ClaimRequest,
         max_n: int,
         *,
         request_id: str | None = None,
-    ) -> tuple[list[EngineError | None], ClaimedMany]:
+    ) -> tuple[list[EndOutcome], ClaimedMany]:
         items = check.listed(items, "items")
         claim = _claim_args(request, max_n, request_id)
         tag = self._calls.checked_tag(tag)
-        outcomes: list[EngineError | None] = [None] * len(items)
-        batch = self._executions.completions(items, outcomes, tag).get(tag, ([], []))
-        reply = await self._executions.complete_in(tag, items, *batch, outcomes, claim)
+        outcomes: list[EndOutcome] = [None] * len(items)
+        batch = self._executions.ends(items, outcomes, tag, failures=True).get(tag, ([], []))
+        reply = await self._executions.end_in(tag, items, *batch, outcomes, claim)
         if not claim:
             return outcomes, ClaimedMany([], 0)
         with decoding(reply, "ff_complete", "complete_many"):

@@ -31,7 +31,7 @@ from flowfabric.engine.valkey.places import ValkeyPlaces, lane_limit
 
 PUBLIC: dict[bytes, PublicState] = {state.value.encode(): state for state in PublicState}
 """Public states as replies spell them."""
-Outcomes = list[EngineError | None]
+Outcomes = list[api.EndOutcome]
 Created = list[executions.CreateOutcome | EngineError | None]
 _ENDED = {b"cancelled": executions.Cancelled}
 _INTERNAL_SOURCES = frozenset({"flow_cascade", "system_timeout"})
@@ -193,48 +193,54 @@ class ValkeyExecutions(api.Executions):
     ) -> list[executions.Completed | EngineError]:
         items = check.listed(items, "items")
         outcomes: Outcomes = [None] * len(items)
-        for tag, batch in self.completions(items, outcomes).items():
-            await self.complete_in(tag, items, *batch, outcomes)
+        for tag, batch in self.ends(items, outcomes).items():
+            await self.end_in(tag, items, *batch, outcomes)
         return [
-            error or executions.Completed(item.handle.execution_id)
+            error
+            if isinstance(error, EngineError)
+            else executions.Completed(item.handle.execution_id)
             for item, error in zip(items, outcomes, strict=True)
         ]
 
-    def completions(
-        self, items: Sequence[api.Completion], outcomes: Outcomes, tag: str = ""
+    def ends(
+        self, items: Sequence[api.End], outcomes: Outcomes, tag: str = "", *, failures: bool = False
     ) -> dict[str, tuple[list[int], list[Any]]]:
         """By partition, or all for `tag`, the valid items' positions and arguments."""
         batches: dict[str, tuple[list[int], list[Any]]] = {}
         for position, item in enumerate(items):
             try:
-                if type(item) is not api.Completion:
-                    check.instance(item, api.Completion, "items")
-                handle = item.handle
-                # A handle that a claim made needs no look at its parts.
-                if type(handle) is not Handle or type(handle.execution_id) is not ExecutionId:
-                    check.handle(handle)
-                execution_id = handle.execution_id
-                args = self._completion_args(
-                    execution_id, handle, item.result_payload, item.result_encoding
-                )
+                args = self._end_args(item, failures=failures)
             except ValidationError as error:
                 outcomes[position] = error
                 continue
-            positions, flat = batches.setdefault(tag or execution_id.tag, ([], []))
+            positions, flat = batches.setdefault(tag or item.handle.execution_id.tag, ([], []))
             positions.append(position)
             flat += args
         return batches
 
-    async def complete_in(
+    def _end_args(self, item: api.End, *, failures: bool) -> tuple[Any, ...]:
+        if failures and type(item) is api.FailedAttempt:
+            return _failure_args(item)
+        if type(item) is not api.Completion:
+            item = check.instance(item, api.Completion, "items")
+        handle = item.handle
+        # A handle that a claim made needs no look at its parts.
+        if type(handle) is not Handle or type(handle.execution_id) is not ExecutionId:
+            check.handle(handle)
+        return self._completion_args(
+            handle.execution_id, handle, item.result_payload, item.result_encoding
+        )
+
+    async def end_in(
         self,
         tag: str,
-        items: Sequence[api.Completion],
+        items: Sequence[api.End],
         positions: list[int],
         flat: list[Any],
         outcomes: Outcomes,
         claim: Sequence[Any] = (),
     ) -> list[Any]:
-        """Complete in one partition, and claim with the last call; returns its reply."""
+        """End attempts in one partition, and claim with the last call; returns its reply."""
         reply: list[Any] = []
         start = 0
         parts = api.in_parts(positions, [len(result) for result in flat[4::_ITEM_ARGS]])
@@ -245,8 +251,7 @@ class ValkeyExecutions(api.Executions):
             reply = await self._calls.fcall("ff_complete", tag, args, op="complete_many")
             with decoding(reply, "ff_complete", "complete_many"):
                 for position, answer in zip(part, reply[2], strict=True):
-                    execution_id = items[position].handle.execution_id
-                    outcomes[position] = _completion_error(answer, execution_id)
+                    outcomes[position] = _end_outcome(answer, items[position])
             self._drains.note(tag, reply[6:] if claim and part is parts[-1] else reply[3:])
         return reply
 
@@ -435,6 +440,26 @@ def _completion_error(answer: Any, execution_id: str) -> EngineError | None:
             return None
         case _:
             return refused(answer, "ff_complete", "complete", execution_id)
+
+
+def _failure_args(item: api.FailedAttempt) -> tuple[Any, ...]:
+    category = check.reason(item.category, "category")
+    reason = check.reason(item.reason, "reason", FAILURE_REASON_LIMIT)
+    handle = check.handle(item.handle)
+    return (handle.execution_id, proof(handle), "lease_holder", f"2{category}", reason)
+
+
+def _end_outcome(answer: Any, item: api.End) -> api.EndOutcome:
+    execution_id = item.handle.execution_id
+    if type(item) is not api.FailedAttempt:
+        return _completion_error(answer, execution_id)
+    match answer:
+        case [1, b"retry_scheduled", due, next_index, *_]:
+            return executions.RetryScheduled(int(due), int(next_index))
+        case [1, b"terminal_failed", *_]:
+            return executions.TerminalFailed()
+        case _:
+            return refused(answer, "ff_complete", "fail", execution_id)
 
 
 def _public_state(reply: list[Any]) -> PublicState:

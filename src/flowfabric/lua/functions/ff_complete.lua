@@ -1,12 +1,17 @@
--- ff_complete: the lease holder ends executions successfully; optionally claims the next ones.
+-- ff_complete: the lease holder ends attempts, successfully or not; optionally claims the next ones.
 -- Keys: core, result, lane active, lane terminal, lease_expiry, worker leases, timers.
 -- Arguments: number of items, then per item: execution_id, fence, source (an override:
 --   `operator_override <request id>`), result (`0` none, or `1` followed by the encoding label),
---   result bytes; then optionally the claim arguments.
--- Replies per item: `completed` | [0, code, detail...]; then what ff_claim_many replies, if asked,
---   with what the call did for other members before those that need admission.
+--   result bytes; of a failure `2` followed by the category, and the reason; then optionally the
+--   claim arguments.
+-- Replies per item: `completed` | [1, what ff_fail replies] | [0, code, detail...]; then what
+--   ff_claim_many replies, if asked, with what the call did for other members before those that need
+--   admission.
 -- Errors: execution_not_found and those of the fence; of the whole call: batch_too_large.
--- Events: completion, expired (a lapsed lease), acquired and reclaimed (the claims).
+-- Events: completion, released (a retry), expired (a lapsed lease), acquired and reclaimed (the
+--   claims).
+local FAILURE = 50
+
 local function success(label, source)
   return {
     outcome = 's', reason = 'completed', stream_reason = 'attempt_success', source = source,
@@ -15,7 +20,15 @@ local function success(label, source)
 end
 local holder_success = values.memo(success)
 
+local function fail(c, id, text, category, reason)
+  local rec = record.checked_lease(c, id)
+  if not rec then return reply.err('execution_not_found') end
+  local problem, did, due, next_index = retry.fail(c, id, rec, text, reason, category)
+  return problem or { 1, did, due, next_index }
+end
+
 local function complete(c, id, text, source, label, result)
+  if string.byte(label) == FAILURE then return fail(c, id, text, string.sub(label, 2), result) end
   local rec = record.read(c, id)
   if not rec then return reply.err('execution_not_found') end
   local request, answered
@@ -30,7 +43,7 @@ local function complete(c, id, text, source, label, result)
   how.result = label ~= '0' and result or nil
   ending.finish(c, id, rec, how)
   how.result = nil
-  c.completed = true
+  c.ended = true
   operator.remember(c, id, rec, request, 'completed')
   return 'completed'
 end

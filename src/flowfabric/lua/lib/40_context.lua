@@ -8,7 +8,7 @@ function Context.open(tag, joined)
   local self = setmetatable({
     tag = tag, now = clock.now(), joined = joined, lanes = {}, queued = nil, open_commands = nil,
     released = nil, rung = nil, rings_later = nil, claimer = nil, kept = nil, at_hand = nil,
-    told = nil, flows = nil, tally = nil, units = nil, counts = nil, work = nil, completed = nil,
+    told = nil, flows = nil, tally = nil, units = nil, counts = nil, work = nil, ended = nil,
     trimmed = nil,
   }, Context)
   if joined then self.queued, self.open_commands, self.released = {}, {}, {} end

@@ -1,4 +1,4 @@
--- Whether and when a failed attempt is retried, and the transition itself.
+-- How an attempt fails: whether and when it is retried, and the transition itself.
 
 local NEVER = {
   permanent = true, cancelled = true, budget_exceeded = true, step_kind_mismatch = true,
@@ -85,4 +85,37 @@ function retry.schedule(c, id, rec, policy, failure)
   events.emit_lease(c, 'released', id, rec, 'r', 'failed_retry_scheduled', 'du', due)
   waiting.enter(c, id, rec)
   return due, next_index
+end
+
+-- Ends an attempt unsuccessfully; `request` names an operator's call, whose policy replaces the
+-- stored one. Returns an error, or nil and what was done: `retry_scheduled`, when, the next index; or
+-- `terminal_failed`. A repeat returns the same.
+function retry.fail(c, id, rec, text, reason, category, request, policy_json)
+  local problem = fence.check(c, id, rec, text, request, true)
+  if problem then
+    local own = fence.own_attempt(c, id, rec, text)
+    if not own or own.state ~= 'ended_failure' or own.ended_by ~= 'fail' then return problem end
+    if not own.delay_until then return nil, 'terminal_failed' end
+    return nil, 'retry_scheduled', own.delay_until, own.next_attempt_index
+  end
+  local policy = retry.policy(c, id)
+  if request and policy_json ~= '' then policy = cjson.decode(policy_json) end
+  c.ended = true
+  if retry.allowed(c, rec, policy, category) then
+    local due, next_index = retry.schedule(c, id, rec, policy,
+      { reason = reason, category = category, ended_by = 'fail' })
+    local at, next_text = values.text(due), values.text(next_index)
+    operator.remember(c, id, rec, request, 'retry_scheduled ' .. at .. ' ' .. next_text)
+    return nil, 'retry_scheduled', at, next_text
+  end
+  local fields = { 'ended_by', 'fail' }
+  record.add_or_clear(c, id, rec, fields, 'failure_reason', reason)
+  record.add_or_clear(c, id, rec, fields, 'failure_category', category)
+  ending.finish(c, id, rec, {
+    outcome = 'f', reason = 'failed_terminal', category = category ~= '' and category or nil,
+    stream_reason = 'attempt_failure', fields = fields,
+    source = request and 'operator_override' or nil,
+  })
+  operator.remember(c, id, rec, request, 'terminal_failed')
+  return nil, 'terminal_failed'
 end

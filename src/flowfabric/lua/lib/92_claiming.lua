@@ -328,10 +328,10 @@ end
 local function trace_of(want) return string.sub(want.lease_prefix, 1, TRACE) end
 
 -- What an earlier call with the same request claimed; nil if this is the first one. A call that
--- completed something is. One that completes and did not may repeat one that did: only the worker's
--- leases tell.
+-- ended something is. One that was to end something and did not may repeat one that did: only the
+-- worker's leases tell.
 local function earlier(c, want)
-  if c.completed then return nil end
+  if c.ended then return nil end
   if want.awake then
     local rows = replayed(c, want)
     return #rows > 0 and rows or nil
@@ -401,7 +401,7 @@ function claiming.many(c, want)
   c:flush()
   remember(want, rows)
   for key in pairs(crowded) do left = left + server.call('ZCARD', key) - (stuck[key] or 0) end
-  -- A worker that claims while it completes was awake before; others were woken then.
+  -- A worker that claims while it ends attempts was awake before; others were woken then.
   if left > 0 and (#rows > 0 or want.needing) and not want.awake then ring_for_rest(c, want, crowded) end
   return rows, left, want.unknown
 end

@@ -68,7 +68,16 @@ async def each_item(
     call: Call[RawItems, NoQuery], kind: type[T], act: Callable[[T, Handle], Awaitable[Any]]
 ) -> Reply:
     """Act on every item, those of one execution in order; one row per item."""
-    items = check_items(call.body.items)
+    return answer({"results": await rows_of(call, check_items(call.body.items), kind, act)})
+
+
+async def rows_of(
+    call: Call[Any, NoQuery],
+    items: list[msgspec.Raw],
+    kind: type[T],
+    act: Callable[[T, Handle], Awaitable[Any]],
+) -> list[Row]:
+    """What became of every item."""
     rows: list[Row] = [{}] * len(items)
     found: dict[int, tuple[T, Handle]] = {}
     groups: dict[str, list[int]] = {}
@@ -87,7 +96,34 @@ async def each_item(
             rows[position] = failed(error, handle.execution_id)
 
     await in_order(list(groups.values()), one)
-    return answer({"results": rows})
+    return rows
+
+
+class EndingItems(RawItems, frozen=True, kw_only=True):
+    """Attempts that ended; with `claim`, the next ones are claimed in the same call."""
+
+    claim: RemoteClaimBody | None = None
+
+
+def ended_items(call: Call[EndingItems, NoQuery]) -> list[msgspec.Raw]:
+    """The items, unless the call must be refused as a whole."""
+    body = call.body
+    if body.claim is not None:
+        # A claim that cannot be made must not hide what became of the items.
+        body.claim.worker(call.caller)
+    return check_items(body.items, 0 if body.claim is not None else 1)
+
+
+async def then_claim(call: Call[EndingItems, NoQuery], rows: list[Row]) -> Reply:
+    """The rows of what ended, and the claims if some were asked for."""
+    body = call.body
+    if body.claim is None:
+        return answer({"results": rows})
+    try:
+        found = await call.services.remote.claim(body.claim, call.caller, call.request)
+    except (Problem, EngineError) as error:
+        return answer({"results": rows, "claim_error": failed(error)})
+    return answer({"results": rows, **msgspec.structs.asdict(found)})
 
 
 @routes.post(
@@ -169,13 +205,6 @@ class CompleteItem(Attempted, frozen=True, kw_only=True):
     result_encoding: str | None = None
 
 
-class CompleteBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Attempts that succeeded; with `claim`, the next ones are claimed in the same call."""
-
-    items: list[msgspec.Raw]
-    claim: RemoteClaimBody | None = None
-
-
 class CompleteItems(msgspec.Struct, frozen=True, kw_only=True):
     """Attempts that succeeded; with `claim`, the next ones are claimed in the same call."""
 
@@ -190,13 +219,9 @@ class CompleteItems(msgspec.Struct, frozen=True, kw_only=True):
     documented=CompleteItems,
     answers={200: RemoteCompleted},
 )
-async def remote_complete(call: Call[CompleteBody, NoQuery]) -> Reply:
+async def remote_complete(call: Call[EndingItems, NoQuery]) -> Reply:
     """Complete attempts; with `claim`, also claim the next ones. The claim does not wait."""
-    body, backend = call.body, call.backend
-    if body.claim is not None:
-        # A claim that cannot be made must not hide what became of the completions.
-        body.claim.worker(call.caller)
-    items = check_items(body.items, 0 if body.claim is not None else 1)
+    items = ended_items(call)
     rows: list[Row] = [{}] * len(items)
     completions: list[Completion] = []
     places: list[int] = []
@@ -208,16 +233,11 @@ async def remote_complete(call: Call[CompleteBody, NoQuery]) -> Reply:
             places.append(i)
         except (Problem, EngineError) as error:
             rows[i] = failed(error)
-    outcomes = await backend.executions.complete_many(completions) if completions else []
+    complete_many = call.backend.executions.complete_many
+    outcomes = await complete_many(completions) if completions else []
     for i, completion, outcome in zip(places, completions, outcomes, strict=True):
         if isinstance(outcome, executions.Completed):
             rows[i] = done(variant(outcome, "cascade"))
         else:
             rows[i] = failed(outcome, completion.handle.execution_id)
-    if body.claim is None:
-        return answer({"results": rows})
-    try:
-        found = await call.services.remote.claim(body.claim, call.caller, call.request)
-    except (Problem, EngineError) as error:
-        return answer({"results": rows, "claim_error": failed(error)})
-    return answer({"results": rows, **msgspec.structs.asdict(found)})
+    return await then_claim(call, rows)

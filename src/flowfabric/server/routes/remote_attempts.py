@@ -18,9 +18,18 @@ from flowfabric.server.bodies import I64, U32, U64, Byte, Uuid, payload_of
 from flowfabric.server.calls import Call
 from flowfabric.server.problems import invalid
 from flowfabric.server.queries import NoQuery
-from flowfabric.server.routes.remote import Attempted, RawItems, each_item
+from flowfabric.server.remote_claims import RemoteClaimBody
+from flowfabric.server.routes.remote import (
+    Attempted,
+    EndingItems,
+    RawItems,
+    each_item,
+    ended_items,
+    rows_of,
+    then_claim,
+)
 from flowfabric.server.routing import Routes
-from flowfabric.server.schemas import BulkAnswer
+from flowfabric.server.schemas import BulkAnswer, RemoteCompleted
 from flowfabric.server.wire import Reply, encode, struct, tagged, variant
 
 routes = Routes()
@@ -37,22 +46,32 @@ class FailItem(Attempted, frozen=True, kw_only=True):
     category: str | None = None
 
 
-class FailItems(msgspec.Struct, frozen=True):
-    """Attempts that failed."""
+class FailItems(msgspec.Struct, frozen=True, kw_only=True):
+    """Attempts that failed; with `claim`, the next ones are claimed in the same call."""
 
     items: list[FailItem]
+    claim: RemoteClaimBody | None = None
 
 
-@routes.post("/v1/remote/fail", scope="remote", limit="bulk", documented=FailItems, answers=_ROWS)
-async def remote_fail(call: Call[RawItems, NoQuery]) -> Reply:
-    """Fail attempts. The result is `RetryScheduled` or `TerminalFailed`."""
+@routes.post(
+    "/v1/remote/fail",
+    scope="remote",
+    limit="bulk",
+    documented=FailItems,
+    answers={200: RemoteCompleted},
+)
+async def remote_fail(call: Call[EndingItems, NoQuery]) -> Reply:
+    """Fail attempts; with `claim`, also claim the next ones. The claim does not wait.
+
+    The result is `RetryScheduled` or `TerminalFailed`.
+    """
 
     async def fail(item: FailItem, handle: Handle) -> Any:
         category = "transient" if item.category is None else item.category
         outcome = await call.backend.executions.fail(handle, item.reason, category)
         return variant(outcome, "cascade")
 
-    return await each_item(call, FailItem, fail)
+    return await then_claim(call, await rows_of(call, ended_items(call), FailItem, fail))
 
 
 class DelayItem(Attempted, frozen=True, kw_only=True):
