@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId, PartitionKey
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.metrics import OTHER, Labels, Meter
+from flowfabric.engine.label_budget import OTHER, Labels
+from flowfabric.engine.metrics import Meter
 
 log = logging.getLogger(__name__)
 

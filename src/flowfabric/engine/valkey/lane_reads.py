@@ -21,7 +21,7 @@ LANE_STATES = (
     *("blocked_route", "blocked_operator", "blocked_lane"),
 )
 """The states by which a lane lists its executions, in the order in which they are counted."""
-_LANES_PER_CALL = 128
+_LANES_PER_CALL = 32
 _CALLS_AT_ONCE = 4
 
 

@@ -12,7 +12,7 @@ end
 
 local function add_signatures(sizes, lane_part)
   local readable, signatures = try(server.call, 'SMEMBERS', lane_part .. 'sigs')
-  if not readable then return 1 end
+  if not readable then return 0 end
   for _, signature in ipairs(signatures) do
     values.append(sizes, { signature, size_of(lane_part .. 'eligible:' .. signature),
       size_of(lane_part .. 'reclaimable:' .. signature) })
@@ -20,14 +20,10 @@ local function add_signatures(sizes, lane_part)
   return 2 * #signatures
 end
 
--- Most indexes of most lanes do not exist, which few commands tell.
 local function sizes_of(tag, lane)
-  local sizes, names, exists = {}, {}, {}
-  indexes.add_lane(names, tag, lane)
-  for _, name in ipairs(indexes.existing(names)) do exists[name] = true end
-  for i = 1, #indexes.OF_LANE do sizes[i] = exists[names[i]] and size_of(names[i]) or 0 end
-  if not exists[names[#names]] then return sizes, #names end
-  return sizes, #names + add_signatures(sizes, indexes.of_lane(tag, lane))
+  local sizes, lane_part = {}, indexes.of_lane(tag, lane)
+  for i, name in ipairs(indexes.OF_LANE) do sizes[i] = size_of(lane_part .. name) end
+  return sizes, #sizes + 1 + add_signatures(sizes, lane_part)
 end
 
 register('ff_count_lanes', function(_, args)
