@@ -11,7 +11,6 @@ import urllib.request
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from flowfabric import observability
 from flowfabric.core.errors import ConfigError
@@ -19,17 +18,8 @@ from flowfabric.engine import metrics
 from flowfabric.engine.metrics import METRICS, Meter
 from flowfabric.observability import Gauges
 from tests.support.engine import Engine, prepared_backend
+from tests.support.metrics import samples
 from tests.support.server import TestServer
-
-
-def samples(text: bytes) -> dict[tuple[str, tuple[str, ...]], float]:
-    """Every sample of ours, by name and label values."""
-    return {
-        (sample.name, tuple(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(text.decode())
-        for sample in family.samples
-        if sample.name.startswith("ff_")
-    }
 
 
 def test_counters_gauges_and_histograms(meter: Meter) -> None:

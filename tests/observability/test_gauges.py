@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from flowfabric.engine.metrics import Meter
@@ -60,6 +62,25 @@ async def test_ages_begin_when_an_execution_becomes_claimable(
     await engine.claim(lane="mails")
     await gauges.refresh()
     assert meter.value("ff_oldest_eligible_age_seconds", "mails") == 0
+
+
+async def test_many_lanes_cost_few_calls(
+    engine: Engine, meter: Meter, gauges: Gauges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(200):
+        await engine.create(lane=f"lane-{number}")
+    transport, sent = engine.backend.transport, list[str]()
+    original = transport.fcall
+
+    async def counted(function: str, *args: Any, **options: Any) -> Any:
+        sent.append(function)
+        return await original(function, *args, **options)
+
+    monkeypatch.setattr(transport, "fcall", counted)
+    await gauges.refresh()
+    assert len(meter.numbers["ff_eligible_depth"]) >= 200
+    assert sent.count("ff_count_lanes") < 20
+    assert sent.count("ff_oldest_eligible") < 20
 
 
 async def test_a_low_priority_that_starves(engine: Engine, meter: Meter, gauges: Gauges) -> None:

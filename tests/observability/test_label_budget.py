@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from flowfabric import observability
 from flowfabric.engine.label_budget import COUNTED, FIXED, LABEL_SETS
 from flowfabric.engine.metrics import METRICS, Meter
 from flowfabric.scanners.settings import INTERVALS_S
-from tests.observability.test_exposition import samples
+from tests.support.metrics import label_sets, samples
 
 VALUES = {
     "scanner": len(INTERVALS_S),
@@ -29,14 +31,10 @@ VALUES = {
 """How many values a label has at most that is not folded."""
 
 
-def shown(meter: Meter) -> int:
-    """How many label sets a scrape shows; those of a histogram differ in more than `le`."""
-    page = samples(observability.render())
-    families = {
-        name: {labels for sample, labels in page if sample in (name, f"{name}_count")}
-        for name in METRICS
-    }
-    return sum(map(len, families.values()))
+def shown() -> int:
+    """How many label sets a scrape shows."""
+    page = label_sets(observability.render())
+    return sum(len(sets) for name, sets in page.items() if name in METRICS)
 
 
 def flood(meter: Meter, name: str, number: int) -> None:
@@ -75,7 +73,7 @@ def test_no_flood_of_names_exceeds_the_budget(meter: Meter) -> None:
     for number in range(2000):
         for name in METRICS:
             flood(meter, name, number)
-    assert LABEL_SETS - 100 < shown(meter) <= LABEL_SETS
+    assert LABEL_SETS - 100 < shown() <= LABEL_SETS
 
 
 def test_a_flooded_metric_leaves_the_others_their_shares(meter: Meter) -> None:
@@ -146,7 +144,7 @@ def test_dimensions_beyond_the_first_32(meter: Meter) -> None:
     ("name", "together"), [("ff_eligible_depth", sum), ("ff_oldest_eligible_age_seconds", max)]
 )
 def test_gauges_name_their_largest_values(
-    meter: Meter, name: str, together: type[sum | max]
+    meter: Meter, name: str, together: Callable[[list[int]], int]
 ) -> None:
     meter.replace(name, {(f"lane-{number}",): number for number in range(10_000)})
     found = {labels[0]: value for labels, value in meter.shown()[name].items()}
