@@ -17,6 +17,7 @@ from flowfabric.cli.main import COMMANDS, app, load_command
 from flowfabric.core.catalogue import CATALOGUE, OURS
 from flowfabric.core.state import CODE_LETTERS
 from flowfabric.engine.http.operations import OperationScope, operations
+from flowfabric.engine.label_budget import LABEL_SETS
 from flowfabric.engine.metrics import GROUPS, LONG_SECONDS, SECONDS, Metric
 from flowfabric.scanners.settings import INTERVALS_S
 from flowfabric.server.routes.table import all_routes
@@ -163,8 +164,8 @@ def metrics() -> str:
         NOTE,
         "[Observe a deployment](../how-to/observe.md) explains how to collect them. Durations are",
         f"in seconds; the buckets of a histogram are {_bounds(SECONDS)}, unless it says otherwise.",
-        "Ids are never used as labels. When a metric reaches its limit of label sets, all further",
-        "sets are counted with the label value `other`.",
+        f"A process shows at most {LABEL_SETS:,} label sets. Where there are too many values, the",
+        "labels in *italics* get the value [`other`](../how-to/observe.md#many-lanes).",
     ]
     for group, members in GROUPS.items():
         lines += [
@@ -179,7 +180,7 @@ def metrics() -> str:
 
 
 def _metric(metric: Metric) -> str:
-    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    labels = ", ".join(f"*`{x}`*" if x in metric.folds else f"`{x}`" for x in metric.labels)
     text = metric.help
     if metric.buckets == LONG_SECONDS:
         text += f" Buckets: {_bounds(LONG_SECONDS)}."

@@ -120,3 +120,16 @@ async def test_a_ring_reaches_those_who_may_take_the_work(
         assert await bells[name].wait(30) == [after]
     for listener in bells.values():
         await listener.aclose()
+
+
+async def test_a_spread_lane_is_counted_and_its_oldest_found_on_every_node(
+    backend: ValkeyBackend,
+) -> None:
+    await backend.lanes.set_lane_config(LANE, placement="spread", shards=SHARDS)
+    made = [keyed(backend, f"key-{n}") for n in range(40)]
+    await backend.executions.create_many(made)
+    first = await backend.reads.read_execution_info(made[0].execution_id)
+    counts = await backend.listings.count_lanes([LANE])
+    assert counts[LANE]["eligible"] == 40
+    waited = await backend.meta.server_time_ms() - int(first.created_at)
+    assert (await backend.listings.oldest_eligible([LANE]))[LANE] >= waited

@@ -360,6 +360,7 @@ CALLS: Mapping[str, Call] = {
     "complete_many": _items,
     "busiest_partitions": fixed(limit=5),
     "count_lanes": fixed(lanes=[LANE]),
+    "oldest_eligible": fixed(lanes=[LANE]),
     "create_execution": lambda engine: _awaited({"new": new(engine)}),
     "create_many": lambda engine: _awaited({"items": [new(engine)]}),
     "create_waitpoint": held(waitpoint_key="k", expires_in_ms=1000),

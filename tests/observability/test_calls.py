@@ -10,10 +10,12 @@ from flowfabric.core.contracts.flows import AnyOf, Quorum
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.errors import EngineError
+from flowfabric.core.ids import new_uuid
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.executions import Completion, FailedAttempt
 from flowfabric.engine.metrics import Meter
 from flowfabric.engine.valkey.stream_pool import StreamPool
+from tests.support.budgets import new_budget
 from tests.support.engine import Engine, refused
 from tests.support.flows import TestFlow, submitted
 from tests.support.suspension import Waits
@@ -245,6 +247,23 @@ async def test_dependencies_resolved_in_a_batch(engine: Engine, meter: Meter) ->
     handle: Handle = flow.claims["a"].handle
     await engine.backend.claims.complete_and_claim(flow.tag, [Completion(handle)], engine.want(), 1)
     assert meter.numbers["ff_cascade_resolved_total"] == {("inline",): 1}
+
+
+async def test_decided_joins_that_a_reconciler_checks(engine: Engine, meter: Meter) -> None:
+    flow = await submitted(engine, "a>c b>c", joins={"c": AnyOf("let_run")})
+    flows = engine.backend.flows
+    assert await flows.reconcile_sibling_cancel_group(flow.flow_id, flow.nodes["c"]) == "no_op"
+    assert meter.numbers["ff_sibling_cancel_reconcile_total"] == {("no_op",): 1}
+
+
+async def test_usage_reports_by_result(engine: Engine, meter: Meter) -> None:
+    budgets, handle = engine.backend.budgets, await engine.running()
+    team = await new_budget(engine.backend, {"tokens": 100})
+    for tokens in (60, 60):
+        await budgets.report_usage(handle, team, {"tokens": tokens})
+    await refused(budgets.report_usage(handle, new_uuid(), {"tokens": 1}), "budget_not_found")
+    reports = meter.numbers["ff_budget_report_total"]
+    assert reports == {("ok",): 1, ("hard_breach",): 1, ("budget_not_found",): 1}
 
 
 async def test_a_shutdown_that_runs_out_of_time(engine: Engine, meter: Meter) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from flowfabric.engine.metrics import Meter
@@ -62,21 +64,33 @@ async def test_ages_begin_when_an_execution_becomes_claimable(
     assert meter.value("ff_oldest_eligible_age_seconds", "mails") == 0
 
 
-async def test_many_lanes_leave_room_for_those_that_matter(
-    engine: Engine, meter: Meter, gauges: Gauges
+async def test_many_lanes_cost_few_calls(
+    engine: Engine, meter: Meter, gauges: Gauges, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond a hundred label sets, values share one: only those that say nothing may do so."""
-    old = await engine.create(lane="z-old")
-    await engine.backend.claims.block_execution_for_admission(old, "paused_by_operator")
-    await engine.create(lane="z-old")
-    await engine.advance(3_600_000)
-    for number in range(101):
+    for number in range(200):
         await engine.create(lane=f"lane-{number}")
+    transport, sent = engine.backend.transport, list[str]()
+    original = transport.fcall
+
+    async def counted(function: str, *args: Any, **options: Any) -> Any:
+        sent.append(function)
+        return await original(function, *args, **options)
+
+    monkeypatch.setattr(transport, "fcall", counted)
     await gauges.refresh()
-    assert meter.numbers["ff_blocked_depth"] == {("z-old", "operator"): 1}
-    ages = meter.numbers["ff_oldest_eligible_age_seconds"]
-    assert ages["z-old",] == pytest.approx(3600, abs=60)
-    assert ages["other",] < 60
+    assert len(meter.numbers["ff_eligible_depth"]) >= 200
+    assert sent.count("ff_count_lanes") < 20
+    assert sent.count("ff_oldest_eligible") < 20
+
+
+async def test_a_low_priority_that_starves(engine: Engine, meter: Meter, gauges: Gauges) -> None:
+    await engine.create()
+    await engine.advance(600_000)
+    for _ in range(20):
+        await engine.create(priority=9)
+    await gauges.refresh()
+    age = meter.value("ff_oldest_eligible_age_seconds", "default")
+    assert age == pytest.approx(600, abs=30)
 
 
 async def test_workers_by_namespace(engine: Engine, meter: Meter, gauges: Gauges) -> None:

@@ -6,12 +6,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from flowfabric.core.ids import PartitionKey
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.places import LaneSettings
-
-_AT_ONCE = 16
-_MAX_PLACES = 256
 
 
 class LaneOverview(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +27,7 @@ class LaneOverview(msgspec.Struct, frozen=True, kw_only=True):
     finished: int
     workers: int
     oldest_ms: int | None
-    """How long the longest-waiting of those that are next in line has existed."""
+    """How long the longest-waiting one that a worker could claim has been claimable."""
 
     @property
     def unfinished(self) -> int:
@@ -41,42 +37,21 @@ class LaneOverview(msgspec.Struct, frozen=True, kw_only=True):
 async def read_lanes(backend: Backend) -> list[LaneOverview]:
     """Every lane in use."""
     names = await backend.places.lanes_in_use()
-    settings, counts, live = await asyncio.gather(
+    settings, counts, ages, live = await asyncio.gather(
         backend.lanes.read_settings(names),
         backend.listings.count_lanes(names),
+        backend.listings.oldest_eligible(names),
         backend.workers.list_workers(None, limit=None),
     )
-    oldest = await _oldest(backend, {name for name in names if counts[name]["eligible"]})
     serving = Counter(lane for worker in live for lane in worker.lanes)
     return [
-        _overview(each, counts[each.lane_id], serving[each.lane_id], oldest.get(each.lane_id))
+        _overview(each, counts[each.lane_id], serving[each.lane_id], ages[each.lane_id])
         for each in settings
     ]
 
 
-async def _oldest(backend: Backend, lanes: set[str]) -> dict[str, int]:
-    """The age in ms of the first execution in line of each lane; the largest of all partitions."""
-    if not lanes:
-        return {}
-    now, used = await asyncio.gather(
-        backend.meta.server_time_ms(), backend.places.lanes_by_partition()
-    )
-    places = [(lane, tag) for tag, here in used.items() for lane in here & lanes]
-    ages, gate = dict[str, int](), asyncio.Semaphore(_AT_ONCE)
-
-    async def read(lane: str, tag: str) -> None:
-        async with gate:
-            partition = PartitionKey(tag).index_number
-            page = await backend.listings.list_lane(lane, "eligible", partition=partition, limit=1)
-        for first in page.executions:
-            ages[lane] = max(ages.get(lane, 0), now - int(first.created_at))
-
-    await asyncio.gather(*(read(*place) for place in places[:_MAX_PLACES]))
-    return ages
-
-
 def _overview(
-    settings: LaneSettings, counts: Mapping[str, int], workers: int, oldest_ms: int | None
+    settings: LaneSettings, counts: Mapping[str, int], workers: int, age_ms: int
 ) -> LaneOverview:
     return LaneOverview(
         lane=settings.lane_id,
@@ -91,5 +66,5 @@ def _overview(
         no_worker=counts["blocked_route"],
         finished=counts["terminal"],
         workers=workers,
-        oldest_ms=oldest_ms,
+        oldest_ms=age_ms if counts["eligible"] else None,
     )

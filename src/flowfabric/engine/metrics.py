@@ -7,75 +7,98 @@ Numbers are kept in plain dictionaries, so that counting costs little and needs 
 import threading
 from bisect import bisect_left
 from collections.abc import Mapping
-from typing import Literal
 
 import msgspec
 
 from flowfabric.core.forks import forget_on_fork
+from flowfabric.engine.label_budget import (
+    LABEL_SETS,
+    SECONDS,
+    LabelBudget,
+    Labels,
+    Metric,
+)
 
-Kind = Literal["counter", "gauge", "histogram"]
-Labels = tuple[str, ...]
-
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 LONG_SECONDS = (1.0, 10.0, 60.0, 600.0, 3600.0, 14_400.0, 86_400.0, 604_800.0)
-OTHER = "other"
-"""The value of every label once a metric has as many label sets as it may."""
 UNKNOWN = "unknown"
 
 
-class Metric(msgspec.Struct, frozen=True):
-    """One metric: its name, and what it counts."""
-
-    name: str
-    kind: Kind
-    help: str
-    labels: Labels = ()
-    buckets: tuple[float, ...] = SECONDS
-    most: int = 100
-    """How many label sets it may have."""
-
-
-def _counter(name: str, text: str, *labels: str, most: int = 100) -> Metric:
-    return Metric(name, "counter", text, labels, most=most)
+def _counter(
+    name: str,
+    text: str,
+    *labels: str,
+    folds: Labels = (),
+    share: int = 16,
+    most: int = LABEL_SETS,
+) -> Metric:
+    return Metric(name, "counter", text, labels, folds=folds, share=share, most=most)
 
 
-def _gauge(name: str, text: str, *labels: str, most: int = 100) -> Metric:
-    return Metric(name, "gauge", text, labels, most=most)
+def _gauge(name: str, text: str, *labels: str, folds: Labels = (), peak: bool = False) -> Metric:
+    return Metric(name, "gauge", text, labels, folds=folds, peak=peak)
 
 
 def _histogram(
-    name: str, text: str, *labels: str, buckets: tuple[float, ...] = SECONDS, most: int = 100
+    name: str,
+    text: str,
+    *labels: str,
+    buckets: tuple[float, ...] = SECONDS,
+    folds: Labels = (),
+    share: int = 16,
 ) -> Metric:
-    return Metric(name, "histogram", text, labels, buckets, most)
+    return Metric(name, "histogram", text, labels, buckets, folds, share)
 
 
+LANE: Labels = ("lane",)
 GROUPS: dict[str, tuple[Metric, ...]] = {
     "Queues": (
-        _gauge("ff_eligible_depth", "Executions that a worker could claim now.", "lane"),
-        _gauge("ff_blocked_depth", "Executions that cannot be claimed yet.", "lane", "reason"),
-        _gauge("ff_reclaimable_depth", "Executions whose worker lost its lease.", "lane"),
+        _gauge(
+            "ff_eligible_depth", "Executions that a worker could claim now.", "lane", folds=LANE
+        ),
+        _gauge(
+            "ff_blocked_depth",
+            "Executions that cannot be claimed yet.",
+            *("lane", "reason"),
+            folds=LANE,
+        ),
+        _gauge(
+            "ff_reclaimable_depth", "Executions whose worker lost its lease.", "lane", folds=LANE
+        ),
         _gauge(
             "ff_oldest_eligible_age_seconds",
-            "How long the oldest of the next few executions of the lane has been claimable.",
+            "How long the longest-waiting execution of the lane, of whatever priority, has been "
+            "claimable: since its creation or its last delay, retry, suspension or block. `other` "
+            "is the longest time of its lanes.",
             "lane",
+            folds=LANE,
+            peak=True,
         ),
-        _gauge("ff_workers_alive", "Worker processes that are registered.", "namespace"),
+        _gauge(
+            "ff_workers_alive",
+            "Worker processes that are registered.",
+            "namespace",
+            folds=("namespace",),
+        ),
     ),
     "Claims and attempts": (
         _histogram(
             "ff_claim_from_grant_duration_seconds",
             "Duration of a claim cycle, with or without work.",
             "lane",
+            folds=LANE,
         ),
         _counter(
             "ff_claim_outcome_total",
             "Claim cycles, by outcome: `granted`, `no_work` or `error`.",
             *("lane", "outcome"),
+            folds=LANE,
+            share=24,
         ),
         _histogram(
             "ff_claim_wait_seconds",
             "How long executions were claimable before a worker claimed them.",
             "lane",
+            folds=LANE,
         ),
         _counter(
             "ff_worker_at_capacity_total",
@@ -86,11 +109,15 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "Attempts that ended: `ok`, `error`, `timeout`, `cancelled` or `retry`. The lane is "
             "`unknown` if an operator ended the attempt.",
             *("lane", "outcome"),
+            folds=LANE,
+            share=24,
         ),
     ),
     "Leases": (
         _counter("ff_lease_renewal_total", "Lease renewals: `ok` or `error`.", "outcome"),
-        _counter("ff_lease_expired_total", "Leases that were not renewed in time.", "lane"),
+        _counter(
+            "ff_lease_expired_total", "Leases that were not renewed in time.", "lane", folds=LANE
+        ),
         _counter("ff_lease_revoked_total", "Leases that an operator revoked."),
         _counter(
             "ff_reclaim_total",
@@ -100,20 +127,33 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         ),
     ),
     "Suspensions and signals": (
-        _gauge("ff_suspensions_open", "Suspended executions.", "lane", "reason"),
+        _gauge(
+            "ff_suspensions_open",
+            "Suspended executions, by the reason that their task gave.",
+            *("lane", "reason"),
+            folds=("lane", "reason"),
+        ),
         _histogram(
             "ff_suspension_seconds",
             "How long executions were suspended, by what ended the suspension.",
             "reason",
             buckets=LONG_SECONDS,
+            folds=("reason",),
         ),
         _counter("ff_signals_total", "Signals that were accepted, by their effect.", "effect"),
-        _counter("ff_signal_rejections_total", "Signals that were refused, by error code.", "code"),
+        _counter(
+            "ff_signal_rejections_total",
+            "Signals that were refused, by error code.",
+            "code",
+            folds=("code",),
+        ),
         _gauge(
             "ff_waitpoint_kids",
-            "Signing keys that are accepted, by partition.",
+            "Signing keys that are accepted, by partition. `other` is the largest number of its "
+            "partitions.",
             "partition",
-            most=256,
+            folds=("partition",),
+            peak=True,
         ),
         _gauge(
             "ff_waitpoint_tokens_old_kid_open",
@@ -124,7 +164,10 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _counter("ff_stream_frames_total", "Frames that were appended.", "mode"),
         _counter("ff_stream_bytes_total", "Bytes of the frames that were appended.", "mode"),
         _counter(
-            "ff_stream_append_rejected_total", "Appends that were refused, by error code.", "code"
+            "ff_stream_append_rejected_total",
+            "Appends that were refused, by error code.",
+            "code",
+            folds=("code",),
         ),
         _gauge("ff_stream_ops_in_flight", "Reads and tails of streams in progress.", "op"),
         _counter(
@@ -182,12 +225,16 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "ff_budget_hit_total",
             "Claims that a budget denied, by dimension.",
             "dimension",
+            folds=("dimension",),
+            share=32,
             most=32,
         ),
         _counter(
             "ff_quota_hit_total", "Claims that a quota denied: `rate` or `concurrency`.", "reason"
         ),
-        _counter("ff_budget_report_total", "Usage reports, by result.", "result"),
+        _counter(
+            "ff_budget_report_total", "Usage reports, by result.", "result", folds=("result",)
+        ),
         _counter(
             "ff_admission_faults_total",
             "Claims that were denied because a budget or quota could not be read.",
@@ -219,19 +266,36 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         ),
     ),
     "Engine calls": (
-        _histogram("ff_engine_call_duration_seconds", "Duration of engine calls.", "op", most=200),
+        _histogram(
+            "ff_engine_call_duration_seconds",
+            "Duration of engine calls.",
+            "op",
+            folds=("op",),
+            share=40,
+        ),
         _counter(
-            "ff_engine_errors_total", "Engine calls that failed, by error code.", *("op", "code")
+            "ff_engine_errors_total",
+            "Engine calls that failed, by error code.",
+            *("op", "code"),
+            folds=("op", "code"),
+            share=24,
         ),
         _counter("ff_shutdown_timeout_total", "Steps of a shutdown that timed out."),
     ),
     "HTTP": (
-        _counter("ff_http_requests_total", "Requests.", *("method", "path", "status"), most=400),
+        _counter(
+            "ff_http_requests_total",
+            "Requests.",
+            *("method", "path", "status"),
+            folds=("method", "path"),
+            share=48,
+        ),
         _histogram(
             "ff_http_request_duration_seconds",
             "Duration of requests.",
             *("method", "path", "status"),
-            most=400,
+            folds=("method", "path"),
+            share=48,
         ),
     ),
 }
@@ -255,6 +319,7 @@ class Meter:
     def forget(self) -> None:
         """Start at zero in a forked child."""
         self._lock = threading.Lock()
+        self._budget = LabelBudget(METRICS)
         self.numbers: dict[str, dict[Labels, float]] = {}
         self.histograms: dict[str, dict[Labels, Histogram]] = {}
         for metric in METRICS.values():
@@ -270,33 +335,46 @@ class Meter:
         series = self.numbers[name]
         with self._lock:
             if labels not in series:
-                labels = _bounded(name, labels, series)
+                labels = self._admitted(name, labels)
             series[labels] = series.get(labels, 0) + by
 
     def set(self, name: str, value: float, *labels: str) -> None:
-        """Set a gauge."""
-        series = self.numbers[name]
-        with self._lock:
-            series[labels if labels in series else _bounded(name, labels, series)] = value
+        """Set a gauge whose labels have few values."""
+        self.numbers[name][labels] = value
 
     def replace(self, name: str, values: Mapping[Labels, float]) -> None:
         """Set all values of a gauge; label sets that are not given disappear."""
-        series: dict[Labels, float] = {}
-        for labels, value in values.items():
-            known = _bounded(name, labels, series)
-            series[known] = series.get(known, 0) + value
-        self.numbers[name] = series
+        self.numbers[name] = dict(values)
 
     def observe(self, name: str, seconds: float, *labels: str, times: int = 1) -> None:
         """Add a duration to a histogram, once or several times."""
         series = self.histograms[name]
-        found = series.get(labels)
-        if found is None:
-            labels = _bounded(name, labels, series)
-            found = series.setdefault(labels, Histogram([0] * (len(METRICS[name].buckets) + 1)))
         with self._lock:
+            if labels not in series:
+                labels = self._admitted(name, labels)
+            found = series.get(labels)
+            if found is None:
+                found = series[labels] = Histogram([0] * (len(METRICS[name].buckets) + 1))
             found.counts[bisect_left(METRICS[name].buckets, seconds)] += times
             found.total += seconds * times
+
+    def shown(self) -> dict[str, Mapping[Labels, float]]:
+        """The counters and gauges, within the budget of label sets.
+
+        Copy the histograms before: a label set that is named later takes room from gauges.
+        """
+        values: dict[str, Mapping[Labels, float]] = {
+            name: series.copy() for name, series in self.numbers.items()
+        }
+        folding = [each for each in METRICS.values() if each.kind == "gauge" and each.folds]
+        return values | self._budget.fold_gauges({each: values[each.name] for each in folding})
+
+    def _admitted(self, name: str, labels: Labels) -> Labels:
+        """The label set under which to count a new one."""
+        metric = METRICS[name]
+        if not metric.folds or self._budget.admits(metric):
+            return labels
+        return metric.folded(labels)
 
     def value(self, name: str, *labels: str) -> float:
         """A counter, a gauge, or the number of observations of a histogram; 0 if not yet known."""
@@ -304,13 +382,6 @@ class Meter:
             found = self.histograms[name].get(labels)
             return 0 if found is None else sum(found.counts)
         return self.numbers[name].get(labels, 0)
-
-
-def _bounded(name: str, labels: Labels, known: Mapping[Labels, object]) -> Labels:
-    """The labels; `other` once the metric has enough label sets, so that names cannot flood it."""
-    if labels in known or len(known) < METRICS[name].most:
-        return labels
-    return (OTHER,) * len(labels)
 
 
 _active: Meter | None = None

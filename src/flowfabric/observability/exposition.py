@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from importlib.resources import files
 
 from prometheus_client import (
@@ -41,14 +41,16 @@ class _Numbers(Collector):
         meter = metrics.active()
         if meter is None:
             return
+        histograms = {name: series.copy() for name, series in meter.histograms.items()}
+        shown = meter.shown()
         for metric in metrics.METRICS.values():
             if metric.kind == "histogram":
-                yield _histogram(metric, meter.histograms[metric.name].copy())
+                yield _histogram(metric, histograms[metric.name])
             else:
-                yield _numbers(metric, meter.numbers[metric.name].copy())
+                yield _numbers(metric, shown[metric.name])
 
 
-def _numbers(metric: metrics.Metric, values: dict[metrics.Labels, float]) -> Metric:
+def _numbers(metric: metrics.Metric, values: Mapping[metrics.Labels, float]) -> Metric:
     form = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
     family = form(metric.name, metric.help, labels=metric.labels)
     for labels, value in values.items():

@@ -4,12 +4,13 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId, PartitionKey
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.metrics import OTHER, Labels, Meter
+from flowfabric.engine.label_budget import OTHER, Labels
+from flowfabric.engine.metrics import Meter
 
 log = logging.getLogger(__name__)
 
@@ -18,12 +19,9 @@ _REST = 10
 """A slow read rests ten times as long as it took, so that it takes a tenth of the time at most."""
 _KIDS_EVERY_S = 60.0
 _MAX_PLACES = 256
-_OLDEST_OF = 8
-_MAX_AGES = 99
 _MAX_SUSPENDED = 2000
 _MAX_WAITPOINTS = 500
 _PAGE = 500
-_AT_ONCE = 16
 _BLOCKED = "blocked_"
 _CANCELS = "cancel_backlog"
 
@@ -74,45 +72,14 @@ class Gauges:
             (lane, state.removeprefix(_BLOCKED)): count
             for lane, of in counts.items()
             for state, count in of.items()
-            # Empty ones of many lanes would leave no room for the others.
             if state.startswith(_BLOCKED) and count
         }
         replace("ff_blocked_depth", blocked)
-        waiting = {lane for lane, of in counts.items() if of["eligible"]}
-        ages = dict.fromkeys(counts, 0.0) | await self._ages(waiting)
-        replace("ff_oldest_eligible_age_seconds", _oldest(ages))
+        waiting = [lane for lane, of in counts.items() if of["eligible"]]
+        ages = dict.fromkeys(counts, 0) | await backend.listings.oldest_eligible(waiting)
+        seconds = {(lane,): age_ms / 1000 for lane, age_ms in ages.items()}
+        replace("ff_oldest_eligible_age_seconds", seconds)
         await self._read_suspended({lane: of["suspended"] for lane, of in counts.items()})
-
-    async def _ages(self, lanes: set[str]) -> dict[str, float]:
-        """How long the first executions of each lane have been claimable, in seconds."""
-        if not lanes:
-            return {}
-        now = await self._backend.meta.server_time_ms()
-        places = await self._backend.places.lanes_by_partition()
-        pairs = [(lane, tag) for tag, used in places.items() for lane in used if lane in lanes]
-        gate, ages = asyncio.Semaphore(_AT_ONCE), dict.fromkeys(lanes, 0.0)
-
-        async def read(lane: str, tag: str) -> None:
-            async with gate:
-                partition = PartitionKey.trusted(tag).index_number
-                page = await self._backend.listings.list_lane(
-                    lane, "eligible", partition=partition, limit=_OLDEST_OF
-                )
-                for row in page.executions:
-                    since = await self._claimable_since(row.execution_id)
-                    ages[lane] = max(ages[lane], (now - since) / 1000 if since else 0.0)
-
-        await asyncio.gather(*(read(*pair) for pair in pairs[:_MAX_PLACES]))
-        return ages
-
-    async def _claimable_since(self, execution_id: ExecutionId) -> int | None:
-        field = "last_transition_at"
-        try:
-            stored = await self._backend.reads.read_exec_core_fields(execution_id, [field])
-        except EngineError:
-            # Claimed and deleted since it was listed, or damaged.
-            return None
-        return int(stored[field] or 0) or None
 
     async def _read_suspended(self, totals: dict[str, int]) -> None:
         """Count suspensions by lane and reason; those beyond the first ones have no reason."""
@@ -174,15 +141,6 @@ class Gauges:
         waitpoints = self._backend.waitpoints
         page = await waitpoints.list_pending_waitpoints(execution_id, "", _PAGE)
         return sum(one.token_kid != current[execution_id.tag] for one in page.entries)
-
-
-def _oldest(ages: Mapping[str, float]) -> dict[Labels, float]:
-    """The ages by label. Lanes beyond the oldest ones share the oldest age of theirs."""
-    ordered = sorted(ages.items(), key=lambda each: -each[1])
-    found: dict[Labels, float] = {(lane,): age for lane, age in ordered[:_MAX_AGES]}
-    if rest := ordered[_MAX_AGES:]:
-        found[OTHER,] = rest[0][1]
-    return found
 
 
 def _within(ids: Iterable[ExecutionId], tags: Iterable[str]) -> list[ExecutionId]:

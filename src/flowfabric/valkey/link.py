@@ -27,7 +27,7 @@ _LAST_PAUSE: Final = 0.5
 
 READ_FUNCTIONS: Final = frozenset(
     {
-        *("ff_budget_exhausted", "ff_budget_read"),
+        *("ff_budget_exhausted", "ff_budget_read", "ff_count_lanes", "ff_oldest_eligible"),
         *("ff_flow_edges", "ff_flow_members", "ff_get_inputs", "ff_idle_lanes", "ff_list_kids"),
         *(
             "ff_quota_status",

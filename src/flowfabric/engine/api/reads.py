@@ -131,6 +131,13 @@ class Listings(Concern, Protocol):
         """How many executions each lane has in each state: `eligible`, `active`, …"""
         ...
 
+    async def oldest_eligible(self, lanes: Sequence[str]) -> dict[str, int]:
+        """For how many ms the longest-waiting eligible execution of each lane has been eligible.
+
+        0 for a lane without one. What no live worker can take does not count.
+        """
+        ...
+
     async def find_executions(
         self, uuid_prefix: str, limit: int = 10, *, partition: int | None = None
     ) -> list[ExecutionId]:

@@ -70,6 +70,7 @@ explain_execution read
 list_executions read rows
 list_lane read rows
 count_lanes read open
+oldest_eligible read open
 find_executions read rows
 # claims
 claim_execution remote

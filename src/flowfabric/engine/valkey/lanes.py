@@ -77,7 +77,7 @@ class ValkeyLanes(Lanes):
     async def busiest_partitions(self, limit: int = 20) -> list[PartitionLoad]:
         check.whole(limit, "limit", 0)
         loads: dict[int, list[LaneLoad]] = {}
-        counted = await self._listings.count_places(("eligible", "reclaimable", "active"))
+        counted = await self._listings.count_places(by_route=False)
         for (tag, lane), counts in counted.items():
             # What lost its worker is in two indexes; it waits for another one.
             waiting = counts["eligible"] + counts["reclaimable"]

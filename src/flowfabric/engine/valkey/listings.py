@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from flowfabric.core.capabilities import signature_parts
@@ -14,18 +14,14 @@ from flowfabric.engine.api import check
 from flowfabric.engine.api.reads import Filter, Listings
 from flowfabric.engine.api.workers import Workers, no_worker_for
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.calls import FunctionCalls, at_once
+from flowfabric.engine.valkey.calls import FunctionCalls
+from flowfabric.engine.valkey.lane_reads import LANE_STATES, LaneReads, Place
 from flowfabric.engine.valkey.pages import Damage, given_cursor, opened, reading_cursor, sealed
 from flowfabric.engine.valkey.places import ValkeyPlaces
 from flowfabric.engine.valkey.record import Record
 from flowfabric.valkey.transport import Arg
 
 _MAX_PAGE = 1000
-_LANE_STATES = (
-    *("eligible", "delayed", "active", "suspended", "terminal", "reclaimable"),
-    *("blocked_dependencies", "blocked_budget", "blocked_quota"),
-    *("blocked_route", "blocked_operator", "blocked_lane"),
-)
 # These have one index per set of required capabilities. What no live worker can take waits in
 # `eligible` indexes like the rest, but is listed and counted as blocked by its route.
 _BY_SIGNATURE = {
@@ -35,11 +31,8 @@ _BY_SIGNATURE = {
 }
 _ROUTE = "blocked_route"
 _CHUNK = 200
-_LANES_AT_ONCE = 16
 _MAX_EXAMINED = 10_000
 
-Place = tuple[str, str]
-"""The tag of a partition, and a lane."""
 LaneSignature = tuple[str, str]
 
 
@@ -48,6 +41,7 @@ class ValkeyListings(Listings):
         self._calls = calls
         self._places = places
         self._workers = workers
+        self._lane_reads = LaneReads(calls, places)
 
     async def list_executions(
         self,
@@ -128,7 +122,7 @@ class ValkeyListings(Listings):
     async def list_lane(
         self, lane_id: str, state: str, *, partition: int, cursor: str = "", limit: int = 50
     ) -> ExecutionPage:
-        check.one_of(state, "state", _LANE_STATES)
+        check.one_of(state, "state", LANE_STATES)
         tag = f"{{fp:{check.partition(partition, self._calls.counts)}}}"
         given_cursor(cursor)
         validate_lane(lane_id)
@@ -170,36 +164,40 @@ class ValkeyListings(Listings):
         return entries[:count]
 
     async def count_lanes(self, lanes: Sequence[str]) -> dict[str, dict[str, int]]:
-        found = {lane: dict.fromkeys(_LANE_STATES, 0) for lane in validate_lanes(lanes)}
-        counted = await self.count_places(_LANE_STATES, lambda lane: lane in found)
-        for (_, lane), counts in counted.items():
+        found = {lane: dict.fromkeys(LANE_STATES, 0) for lane in validate_lanes(lanes)}
+        for (_, lane), counts in (await self.count_places(lambda lane: lane in found)).items():
             for state, count in counts.items():
                 found[lane][state] += count
         return found
 
     async def count_places(
-        self, states: Sequence[str], wanted: Callable[[str], bool] = lambda _: True
-    ) -> dict[tuple[str, str], dict[str, int]]:
-        """By partition and lane: how many executions of a wanted lane are in each state there."""
-        damage = Damage("count_places")
+        self, wanted: Callable[[str], bool] = lambda _: True, *, by_route: bool = True
+    ) -> dict[Place, dict[str, int]]:
+        """By partition and lane: how many executions of a wanted lane are in each state there.
 
-        async def count(place: Place) -> dict[str, int]:
-            counts = dict[str, int]()
-            for state in states:
-                names = _indexes(*place, state, signatures[place], untaken)
-                sizes = await damage.keep_all(self._size(name) for name in names)
-                counts[state] = sum(filter(None, sizes))
-            return counts
+        Without `by_route`, what no live worker can take is eligible like the rest.
+        """
+        counted = await self._lane_reads.count(wanted)
+        apart = {place: each.by_signature for place, each in counted.items()}
+        untaken = await self._untaken(apart if by_route else {})
+        found: dict[Place, dict[str, int]] = {}
+        for place, sizes in counted.items():
+            counts = found[place] = dict(sizes.by_state)
+            for signature, (eligible, reclaimable) in sizes.by_signature.items():
+                counts[_ROUTE if (place[1], signature) in untaken else "eligible"] += eligible
+                counts["reclaimable"] += reclaimable
+        return found
 
-        used = (await self._places.lanes_by_partition()).items()
-        places = [(tag, lane) for tag, lanes in used for lane in lanes if wanted(lane)]
-        found = await at_once(_LANES_AT_ONCE, lambda place: self._calls.signatures(*place), places)
-        signatures: dict[Place, list[str]] = dict(zip(places, found, strict=True))
-        untaken = await self._untaken(signatures if _ROUTE in states else {})
-        counted = await at_once(_LANES_AT_ONCE, count, places)
-        return dict(zip(places, counted, strict=True))
+    async def oldest_eligible(self, lanes: Sequence[str]) -> dict[str, int]:
+        ages = dict.fromkeys(validate_lanes(lanes), 0)
+        times = await self._lane_reads.oldest_eligible(lambda lane: lane in ages)
+        untaken = await self._untaken(times)
+        for (_, lane), by_signature in times.items():
+            waiting = (age for one, age in by_signature.items() if (lane, one) not in untaken)
+            ages[lane] = max(ages[lane], *waiting, 0)
+        return ages
 
-    async def _untaken(self, signatures: Mapping[Place, Sequence[str]]) -> frozenset[LaneSignature]:
+    async def _untaken(self, signatures: Mapping[Place, Iterable[str]]) -> frozenset[LaneSignature]:
         """The lanes with those of their signatures for which there is no live worker."""
         used = {
             (lane, each)
@@ -211,9 +209,6 @@ class ValkeyListings(Listings):
             return frozenset()
         fleet = await self._workers.list_workers(None, limit=None)
         return frozenset(each for each in used if no_worker_for(*each, fleet))
-
-    async def _size(self, name: str) -> int:
-        return await self._calls.read(f"{name}: index", "ZCARD", name)
 
     async def find_executions(
         self, uuid_prefix: str, limit: int = 10, *, partition: int | None = None

@@ -27,9 +27,31 @@ function indexes.existing(names)
   return found
 end
 
--- Built here: the names of every lane and partition would displace those that are kept.
+-- What the names of a lane's keys begin with. Built here: the names of every lane and partition would
+-- displace those that are kept.
+function indexes.of_lane(tag, lane) return K.index(tag, '') .. 'lane:' .. K.lane_part(lane) .. ':' end
+
 function indexes.add_lane(names, tag, lane)
-  local part = K.index(tag, '') .. 'lane:' .. K.lane_part(lane) .. ':'
+  local part = indexes.of_lane(tag, lane)
   for _, suffix in ipairs(indexes.OF_LANE) do names[#names + 1] = part .. suffix end
   names[#names + 1] = part .. 'sigs'
+end
+
+-- How many indexes or records one call looks at: about a millisecond.
+local AT_ONCE = 500
+
+-- What `read(tag, lane)` returns for the lanes of partitions (tag, number of lanes, lanes), until
+-- they cost more than one call may; it also returns what a lane costs.
+function indexes.of_places(args, read)
+  local found, left, at = {}, AT_ONCE, 1
+  while at <= #args do
+    local last = at + 1 + tonumber(args[at + 1])
+    for i = at + 2, last do
+      if left <= 0 then return found end
+      local row, cost = read(args[at], args[i])
+      found[#found + 1], left = row, left - cost
+    end
+    at = last + 1
+  end
+  return found
 end
