@@ -32,6 +32,12 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 FENCED = [name for name in CALLS if name != "usage"]
 """What was spent counts whoever holds the lease (07 §3)."""
+REFUSED = {
+    "suspend: a later attempt": (400, "invalid_lease_for_suspend"),
+    "frames": (409, "stale_owner_cannot_append"),
+    "frames: no execution": (409, "stream_closed"),
+}
+"""What forged handles get if not 409 `stale_lease` or 404 `execution_not_found` (05 §4, 06 §4)."""
 every_call = pytest.mark.parametrize("name", CALLS)
 every_fenced_call = pytest.mark.parametrize("name", FENCED)
 
@@ -97,18 +103,19 @@ async def test_forged_handles(http: Http, engine: Engine, name: str) -> None:
         "the lease of another execution": msgspec.structs.replace(handle, lease=others.lease),
         "a later attempt": msgspec.structs.replace(handle, attempt=f"{handle.attempt_id}/1"),
     }
-    code = "stale_owner_cannot_append" if name == "frames" else "stale_lease"
+    refused = REFUSED.get(name, (409, "stale_lease"))
     before = await engine.digest()
     for what, each in forged.items():
         (row,) = await rows(http, name, text_of(each))
-        assert (row["status"], row["code"]) == (409, code), (what, row)
+        assert (row["status"], row["code"]) == REFUSED.get(f"{name}: {what}", refused)
         # A refused append is counted in the record.
         assert name == "frames" or await engine.digest() == before, what
     unknown = msgspec.structs.replace(
         handle, execution_id=ExecutionId(f"{execution_id.tag}:{new_uuid()}")
     )
     (row,) = await rows(http, name, text_of(unknown))
-    assert (row["status"], row["code"]) == (404, "execution_not_found")
+    missing = REFUSED.get(f"{name}: no execution", (404, "execution_not_found"))
+    assert (row["status"], row["code"]) == missing
     for each in (execution_id, other_id):
         assert await state(engine, each) == "active"
 
