@@ -14,6 +14,7 @@ import pytest
 
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.ids import ExecutionId, new_uuid
+from flowfabric.engine.valkey import keys
 from flowfabric.server.remote_turns import RemoteTurns
 from tests.server.test_remote import CLAIM, COMPLETE, ME, claimed, state
 from tests.support.admission import limited, quota
@@ -201,6 +202,12 @@ async def test_a_repeat_and_a_server_that_gives_back_do_not_both_succeed(engine:
     assert third.seed == first.seed
     fourth, again = await turns.take("one", 30_000, requests)
     assert ([each.handle for each in again], fourth.number) == ([made[0].handle], 4)
+    await engine.backend.notes.extend_note("one", 1_000)
+    await engine.backend.notes.extend_note(first.note(1), 1_000)
+    await turns.take("one", 30_000, requests)
+    for note in ("one", first.note(1)):
+        left: Any = await engine.backend.transport.call("PTTL", keys.note(note))
+        assert left > 1_000
     other, made = await claim("two")
     await turns.release(other, made)
     assert await turns.look("two", requests) == []

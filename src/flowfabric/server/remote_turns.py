@@ -6,7 +6,6 @@ after the claim.
 """
 
 import asyncio
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -56,19 +55,19 @@ class RemoteTurns:
         self, name: str, ttl_ms: int, requests: Mapping[str, ClaimRequest]
     ) -> tuple[Turn, list[Claim]]:
         """Take the next turn under this name; also what the turns before it claimed."""
-        claim_note, mine = self._backend.notes.claim_note, new_uuid().encode()
-        found = await claim_note(name, mine, ttl_ms)
+        notes, mine = self._backend.notes, new_uuid().encode()
+        found = await notes.claim_note(name, mine, ttl_ms)
         # A repeat of our own command after a lost reply finds our own note.
         turn = Turn((mine if found is None else found).decode()[_SEED], 0, ttl_ms)
         if found in (None, mine):
             return turn, []
-        last = found
-        for number in itertools.count(1):
-            found = await claim_note(turn.note(number), mine, ttl_ms)
-            if found in (None, mine):
-                turn = msgspec.structs.replace(turn, number=number)
-                break
-            last = found
+        note, last = name, found
+        while found not in (None, mine):
+            # What this turn claims must be found, too.
+            await notes.extend_note(note, ttl_ms)
+            turn, last = msgspec.structs.replace(turn, number=turn.number + 1), found
+            note = turn.note(turn.number)
+            found = await notes.claim_note(note, mine, ttl_ms)
         claims = await self.claims(turn.seed, requests)
         if last == _RELEASED:
             # Its server may have been killed before it released them all.
