@@ -20,7 +20,7 @@ from flowfabric.core.errors import EngineError, ValidationError
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.events import EventFilter
-from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.api.executions import Completion, EndOutcome
 from tests.conformance.argument_calls import CALLS, SCANNERS, methods, operation
 from tests.support.engine import TTL, Engine, unchanged
 from tests.support.leases import OTHER, WORKER, grant, lapsed, reclaim_grant
@@ -208,7 +208,7 @@ async def test_only_that_item_of_a_completion_fails(engine: Engine, field: str, 
     for fused in (False, True):
         first, second, third = [await engine.running() for _ in range(3)]
         items = [item(first), item(second, **{field: value}), item(third)]
-        outcomes: list[Completed | EngineError | None]
+        outcomes: list[Completed | EndOutcome]
         if fused:
             errors, _ = await engine.backend.claims.complete_and_claim(
                 first.execution_id.tag, items, engine.want(), 0

@@ -14,6 +14,7 @@ from flowfabric.app.context import Context
 from flowfabric.app.fabric import Fabric
 from flowfabric.core.contracts.budgets import NewBudget
 from flowfabric.core.contracts.executions import TerminalFailed
+from flowfabric.core.contracts.steps import AlreadyRecorded, StepOutcome
 from flowfabric.core.errors import AuthError, ConfigError, EngineError, PermanentError
 from flowfabric.core.ids import budget_id
 from flowfabric.core.state import PublicState
@@ -271,6 +272,33 @@ async def test_lost_answers(
         assert proxy.dropped == 1
         assert sorted(runs) == sorted(ids)
         await worker.aclose()
+
+
+async def test_steps_are_recorded_once(
+    engine: Engine, make_remote: MakeRemote, server: ServerProcess
+) -> None:
+    """As next to the store: the answer to the first record is lost, and the next claim has it."""
+    await submit(engine.backend)
+    with FaultProxy(server.address) as proxy:
+        worker = await make_remote(proxy.address)
+        known: list[list[tuple[str, bytes | None]]] = []
+        recorded: list[StepOutcome] = []
+
+        async def handler(task: ClaimedTask) -> None:
+            known.append([(each.step_key, each.result) for each in task.claim.steps.steps])
+            if not known[-1]:
+                proxy.drop_next_reply(b"/v1/engine/steps/record_step")
+                recorded.append(await task.record_step("fetch", result=b"page"))
+                await task.delay_execution(1)
+
+        async with serving(worker, {"job": handler}) as runtime:
+            await until(lambda: runtime.summary.completed == 1, "the second run")
+        assert proxy.dropped == 1
+        await worker.aclose()
+    assert known == [[], [("fetch", b"page")]]
+    (again,) = recorded
+    assert isinstance(again, AlreadyRecorded)
+    assert again.record.belongs_to(1, 0)
 
 
 async def test_a_poll_under_way_when_it_stops_keeps_nothing(

@@ -155,18 +155,33 @@ async def test_node_renews(engine: Engine, http: Http, node_worker: list[str]) -
     await naps(engine, http, *node_worker)
 
 
-@pytest.mark.parametrize("call", ["frames", "complete"])
+async def repeats(engine: Engine, http: Http, call: str, *command: str) -> ExecutionId:
+    """The answer to a call is lost: the worker sends it again, and the task runs once."""
+    (shout,) = await submit(engine.backend, kind="shout", input_payload=b'["a"]')
+    with FaultProxy(http.address) as proxy:
+        proxy.drop_next_reply(f"/v1/remote/{call}".encode())
+        async with running(proxy.address, *command):
+            await until(partial(is_completed, engine, shout), "its end")
+        assert proxy.dropped == 1
+    assert await engine.backend.reads.read_total_attempt_count(shout) == 1
+    return shout
+
+
+@pytest.mark.parametrize("call", ["claim", "frames", "complete"])
 async def test_node_repeats_what_gets_no_answer(
     engine: Engine, http: Http, node_worker: list[str], call: str
 ) -> None:
-    with FaultProxy(http.address) as proxy:
-        proxy.drop_next_reply(f"/v1/remote/{call}".encode())
-        async with running(proxy.address, *node_worker):
-            (shout,) = await submit(engine.backend, kind="shout", input_payload=b'["a"]')
-            await until(partial(is_completed, engine, shout), "its end")
-        assert proxy.dropped == 1
+    shout = await repeats(engine, http, call, *node_worker)
     page = await engine.backend.streams.read_stream(shout, 0)
     assert [frame.text for frame in page.frames] == ["shouting a"]
+
+
+@pytest.mark.timeout(_BUILD_S + 60)
+@pytest.mark.parametrize("call", ["claim", "complete"])
+async def test_go_repeats_what_gets_no_answer(
+    engine: Engine, http: Http, go_worker: list[str], call: str
+) -> None:
+    await repeats(engine, http, call, *go_worker)
 
 
 @pytest.mark.timeout(_BUILD_S + 60)

@@ -18,12 +18,12 @@ import msgspec
 from flowfabric.core.capabilities import Offer
 from flowfabric.core.contracts.leases import Claim
 from flowfabric.core.errors import EngineError
+from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.api.places import WorkPlace
 from flowfabric.scheduler.admission import Admissions
 from flowfabric.scheduler.claims import SharedHints, WorkerClaims
-from flowfabric.scheduler.giving_back import give_back
 from flowfabric.scheduler.hints import LaneRotation, sweep
 
 log = logging.getLogger(__name__)
@@ -82,10 +82,12 @@ class ClaimDesk:
         wanted: int,
         wait_s: float = 0.0,
         given_up: asyncio.Future[Any] | None = None,
+        new_request_id: Callable[[], str] = new_uuid,
     ) -> DeskClaims:
         """Claim up to `wanted` executions; wait for the first one, at most `wait_s`.
 
-        The wait also ends when `given_up` is done, and when the desk closes.
+        The wait also ends when `given_up` is done, and when the desk closes. The engine derives the
+        ids of the leases from the request ids.
         """
         first = next(iter(requests.values()))
         offer = self.offer(
@@ -93,7 +95,10 @@ class ClaimDesk:
         )
         shared = SharedHints(offer.lanes, self._admissions)
         claims = WorkerClaims(
-            self._backend, requests, _as_it_is, wanted, _LISTEN_S, quiet=True, shared=shared
+            *(self._backend, requests, _as_it_is, wanted, _LISTEN_S),
+            quiet=True,
+            shared=shared,
+            new_request_id=new_request_id,
         )
 
         async def look() -> Look[list[Claim]]:
@@ -139,10 +144,6 @@ class ClaimDesk:
         if seen.found:
             offer.wake_for_rest()
         return seen.found, asked_at - began
-
-    async def give_back(self, claims: Sequence[Claim]) -> None:
-        """Return what was claimed for a worker that has gone."""
-        await give_back(self._backend, [claim.handle for claim in claims])
 
     def offer(
         self, lanes: Iterable[str], offered: str, namespaces: Sequence[str] | None, instance: str

@@ -46,6 +46,8 @@ class WorkerClaims(ClaimPermits[T]):
     """What a server's claims for workers share; None: a worker claims for itself."""
     weights: Mapping[str, int] | None = None
     """How many turns lanes get, if not one."""
+    new_request_id: Callable[[], str] = new_uuid
+    """Makes the id of each call that claims."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -172,7 +174,7 @@ class WorkerClaims(ClaimPermits[T]):
         self, request: ClaimRequest, tag: str, claimed: ClaimedMany, since: float
     ) -> bool:
         """Add the admitted ones of those that need it to the claims; whether to look again."""
-        request_id = new_uuid()
+        request_id = self.new_request_id()
         try:
             admitted = await self.admissions.claim(request, tag, claimed.needing, request_id)
         except asyncio.CancelledError:
@@ -194,7 +196,7 @@ class WorkerClaims(ClaimPermits[T]):
         oldest = now - self.requests[lane_id].lease_ttl_ms / 1000
         live = [each for each in lost if each[1] > oldest]
         if not live:
-            return new_uuid(), now, False
+            return self.new_request_id(), now, False
         if len(live) > 1:
             self._unanswered[lane_id, tag] = live[1:]
         return *live[0], True
@@ -223,7 +225,7 @@ class WorkerClaims(ClaimPermits[T]):
         `may_repeat`. Returns the outcomes, and a function that returns the claimed tasks: call it
         when those that ended have released their permits.
         """
-        request, request_id, since = self.requests[lane_id], new_uuid(), time.monotonic()
+        request, request_id, since = self.requests[lane_id], self.new_request_id(), time.monotonic()
         # Ending these tasks frees their permits, so claim that many.
         room = len(items) if self._may_stick(lane_id, tag, of_flow=of_flow) else 0
         pause = _FIRST_PAUSE_S

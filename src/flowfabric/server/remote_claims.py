@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -29,6 +29,7 @@ from flowfabric.server.bodies import U32, U64, Uuid
 from flowfabric.server.exchange import ClientGone, Request
 from flowfabric.server.problems import Problem, invalid
 from flowfabric.server.remote_fleet import RemoteFleet, RemoteWorker
+from flowfabric.server.remote_turns import RemoteTurns, Turn
 
 log = logging.getLogger(__name__)
 
@@ -40,20 +41,6 @@ _DRAIN_PAUSE_S = 1.0
 _NOTHING = DeskClaims([])
 RequestKey = tuple[str, str, str]
 """The token, the instance and the id of a request."""
-_pack = msgspec.msgpack.Encoder().encode
-
-
-class _Batch(msgspec.Struct, array_like=True, frozen=True):
-    """Claims that one call of the engine made."""
-
-    lane_id: str
-    tag: str
-    prefix: str
-    """What the ids of its leases have in common: the start of the request's id."""
-    count: int
-
-
-_unpack = msgspec.msgpack.Decoder(list[_Batch]).decode
 
 
 class RemoteClaimBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,6 +136,8 @@ class _Claiming:
         self.clients = 0
         self.given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when every client has gone."""
+        self.turn: Turn | None = None
+        """Of a request with an id."""
         self.task: asyncio.Task[DeskClaims]
 
 
@@ -159,6 +148,7 @@ class RemoteDesk:
         self._backend = backend
         self.desk = ClaimDesk(backend)
         self.fleet = RemoteFleet(backend)
+        self._turns = RemoteTurns(backend)
         self._under_way: dict[RequestKey, _Claiming] = {}
 
     async def claim(
@@ -183,7 +173,7 @@ class RemoteDesk:
             claiming = self._under_way[key] = _Claiming()
             work = self._run(key, requests, body, wait_ms / 1000, claiming)
             claiming.task = asyncio.create_task(work, name="ff-remote-claim")
-        found = await self._await(key, claiming, request)
+        found = await self._await(claiming, request)
         claims = [
             RemoteClaim.of(claim)
             if claim.resume_cause is None
@@ -201,7 +191,7 @@ class RemoteDesk:
             log.debug("cannot read the signals of %s: %s", claim.execution_id, error)
             return []
 
-    async def _await(self, key: RequestKey, claiming: _Claiming, request: Request) -> DeskClaims:
+    async def _await(self, claiming: _Claiming, request: Request) -> DeskClaims:
         """What was claimed, unless the client goes before it is told."""
         gone = asyncio.ensure_future(request.disconnected())
         task = claiming.task
@@ -217,8 +207,8 @@ class RemoteDesk:
             if not claiming.clients:
                 if not task.done():
                     claiming.given_up.set_result(None)
-                elif gone.done() and not gone.cancelled():
-                    await self._undo(key, task)
+                elif gone.done() and not gone.cancelled() and task.exception() is None:
+                    await self._turns.release(claiming.turn, task.result().claims)
 
     async def _run(
         self,
@@ -229,72 +219,46 @@ class RemoteDesk:
         claiming: _Claiming,
     ) -> DeskClaims:
         try:
-            if body.request_id is not None:
-                earlier = await self._repeated(key, requests)
-                if earlier is not None:
-                    return earlier
-            if not body.most:
-                return _NOTHING
+            earlier, new_id = await self._earlier(key, requests, body, wait_s, claiming)
+            if earlier or not body.most:
+                return await self._again(earlier)
             given_up = claiming.given_up
-            found = await self.desk.claim(requests, body.most, wait_s, given_up)
+            found = await self.desk.claim(requests, body.most, wait_s, given_up, new_id)
             if found.draining and not found.claims and wait_s:
                 await asyncio.wait((given_up,), timeout=min(wait_s, _DRAIN_PAUSE_S))
             if given_up.done():
-                await self.desk.give_back(found.claims)
+                await self._turns.release(claiming.turn, found.claims)
                 return _NOTHING
-            if found.claims and body.request_id is not None:
-                ttl_ms = next(iter(requests.values())).lease_ttl_ms
-                await self._remember(key, found.claims, ttl_ms)
             return found
         finally:
             del self._under_way[key]
 
-    async def _undo(self, key: RequestKey, task: asyncio.Task[DeskClaims]) -> None:
-        """Give back what a client that has gone would have got; a repeat claims again."""
-        if task.exception() is None and (claims := task.result().claims):
-            await self._backend.notes.drop_note(_name(key))
-            await self.desk.give_back(claims)
+    async def _earlier(
+        self,
+        key: RequestKey,
+        requests: Mapping[str, ClaimRequest],
+        body: RemoteClaimBody,
+        wait_s: float,
+        claiming: _Claiming,
+    ) -> tuple[list[Claim], Callable[[], str]]:
+        """What earlier requests with this id claimed, and the ids of the calls for this one."""
+        if body.request_id is None:
+            return [], new_uuid
+        name = "remote:{}:{}:{}".format(*key)
+        if not body.most:
+            return await self._turns.look(name, requests), new_uuid
+        ttl_ms = next(iter(requests.values())).lease_ttl_ms + round(wait_s * 1000)
+        claiming.turn, earlier = await self._turns.take(name, ttl_ms, requests)
+        return earlier, claiming.turn.new_request_id
 
-    async def _remember(self, key: RequestKey, claims: Sequence[Claim], lease_ttl_ms: int) -> None:
-        """Let a repeat of the request find its claims, at this server or another."""
-        counts: dict[tuple[str, str, str], int] = {}
-        for claim in claims:
-            handle = claim.handle
-            batch = handle.lane_id, handle.execution_id.tag, handle.lease_id[:32]
-            counts[batch] = counts.get(batch, 0) + 1
-        note = [_Batch(*batch, count) for batch, count in counts.items()]
-        try:
-            await self._backend.notes.put_note(_name(key), _pack(note), lease_ttl_ms)
-        except EngineError as error:
-            # The claims are made: without the note, only a lost answer would leave them idle.
-            log.debug("cannot store a claim for repeated requests: %s", error)
-
-    async def _repeated(
-        self, key: RequestKey, requests: Mapping[str, ClaimRequest]
-    ) -> DeskClaims | None:
-        """What an earlier request with this id claimed, as far as its leases last."""
-        note = await self._backend.notes.get_note(_name(key))
-        if note is None:
-            return None
-        claims: list[Claim] = []
-        for batch in _unpack(note):
-            request = requests.get(batch.lane_id)
-            if request is not None:
-                _, again = await self._backend.claims.complete_and_claim(
-                    batch.tag, (), request, batch.count, request_id=f"{batch.prefix}0000"
-                )
-                claims += again.claims
+    async def _again(self, claims: list[Claim]) -> DeskClaims:
+        """The answer to a request that claims nothing more."""
         if not claims:
-            return DeskClaims([])
+            return _NOTHING
         began = min(claim.lease_expires_at - claim.handle.lease_ttl_ms for claim in claims)
-        return DeskClaims(
-            claims, waited_s=(began - await self._backend.meta.server_time_ms()) / 1000
-        )
+        now = await self._backend.meta.server_time_ms()
+        return DeskClaims(claims, waited_s=(began - now) / 1000)
 
     async def aclose(self) -> None:
         """Answer every long poll with nothing."""
         await self.desk.aclose()
-
-
-def _name(key: RequestKey) -> str:
-    return "remote:{}:{}:{}".format(*key)
