@@ -87,7 +87,7 @@ async def test_an_idle_worker_hears_the_next_ring(pair: Pair, cluster: TestClust
     while await bell.wait(0.05):
         pass
     async with moved(cluster, home):
-        # It notices by itself, rings everywhere in case it missed one, and listens again.
+        # It notices by itself, has the caller look around in case it missed a ring, and listens.
         began = time.monotonic()
         await bell.wait(30)
         while await bell.wait(0.05):

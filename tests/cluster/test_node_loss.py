@@ -76,17 +76,7 @@ async def test_a_replica_takes_over_without_a_failed_call() -> None:
     cluster = TestCluster()
     try:
         await cluster.form()
-        replica = cluster.add()
-        await cluster.introduce(replica)
-        await cluster.agree(4)
-        primary_id = await cluster.node_id(0)
-        await cluster.call(replica, "CLUSTER", "REPLICATE", primary_id)
-
-        async def in_step() -> bool:
-            return b"master_link_status:up" in await cluster.call(replica, "INFO", "replication")
-
-        await until(in_step)
-        await take_over(cluster, replica)
+        await take_over(cluster, await cluster.add_replica(0))
     finally:
         cluster.stop()
 

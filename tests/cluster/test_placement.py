@@ -1,18 +1,13 @@
-"""Routing on a cluster: lanes on many slots, drains that hold in each, bells with a signature."""
+"""Routing on a cluster: lanes on many slots, and drains that hold in each."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from flowfabric.core.capabilities import Offer
 from flowfabric.core.contracts.executions import Created, Duplicate, NewExecution
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import lane_partitions
-from flowfabric.core.policy import parse_policy
 from flowfabric.engine.api.claims import ClaimRequest
-from flowfabric.engine.api.places import WorkPlace
 from flowfabric.engine.api.workers import Draining
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.cluster import slot_of
@@ -22,7 +17,6 @@ from tests.support.cluster import TestCluster
 __all__ = ["backend"]
 
 LANE, SHARDS = "busy", 12
-GPU = parse_policy({"routing_requirements": {"required_capabilities": ["gpu"]}})
 
 
 def keyed(backend: ValkeyBackend, key: str) -> NewExecution:
@@ -34,14 +28,6 @@ def keyed(backend: ValkeyBackend, key: str) -> NewExecution:
         idempotency_key=key,
         shards=SHARDS,
     )
-
-
-async def submit(backend: ValkeyBackend, lane: str, **fields: Any) -> WorkPlace:
-    """One execution, on the same partition whatever the lane."""
-    execution_id = ExecutionId.solo(LANE, backend.counts)
-    made = NewExecution(execution_id=execution_id, execution_kind="job", lane_id=lane, **fields)
-    assert isinstance(await backend.executions.create_execution(made), Created)
-    return lane, execution_id.tag
 
 
 async def test_a_key_names_one_execution_of_a_spread_lane(
@@ -83,43 +69,6 @@ async def test_a_draining_worker_gets_nothing_in_any_partition(backend: ValkeyBa
         assert (refused.claims, refused.draining) == ([], True)
     left = [len((await backend.claims.claim_many(other, tag, 100)).claims) for tag in tags]
     assert sum(left) == len(made) - len(tags)
-
-
-OFFERS = {
-    "plain": Offer("", ["default"]),
-    "gpu": Offer("gpu", ["default"]),
-    "acme": Offer("gpu", ["acme"]),
-    "all": Offer("", None),
-}
-
-
-@pytest.mark.parametrize(
-    ("fields", "heard_by"),
-    [
-        ({}, {"plain", "gpu", "all"}),
-        ({"policy": GPU}, {"gpu"}),
-        ({"policy": GPU, "namespace": "acme"}, {"acme"}),
-        ({"namespace": "acme"}, {"acme", "all"}),
-    ],
-    ids=["plain", "gpu", "gpu in acme", "acme"],
-)
-async def test_a_ring_reaches_those_who_may_take_the_work(
-    backend: ValkeyBackend, fields: dict[str, Any], heard_by: set[str]
-) -> None:
-    """And nobody else: the others first hear what follows on the same channel."""
-    bells = {name: backend.wakeups.listen([LANE, "after"]) for name in OFFERS}
-    for name, listener in bells.items():
-        listener.hear(OFFERS[name])
-        await listener.wait(0.001)
-    place = await submit(backend, LANE, **fields)
-    for name in heard_by:
-        assert await bells[name].wait(30) == [place]
-    after = await submit(backend, "after")
-    await submit(backend, "after", namespace="acme")
-    for name in OFFERS.keys() - heard_by:
-        assert await bells[name].wait(30) == [after]
-    for listener in bells.values():
-        await listener.aclose()
 
 
 async def test_a_spread_lane_is_counted_and_its_oldest_found_on_every_node(

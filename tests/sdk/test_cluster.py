@@ -42,7 +42,7 @@ async def test_idle_worker_wakes_at_once_wherever_work_appears(
     ):
         claiming: Any = runtime._claiming
         bell = claiming._doorbell
-        await until(lambda: bell.connected and len(bell._conns) == 3, "three subscriptions")
+        await until(lambda: bell.listening and len(bell._primaries) == 3, "three subscriptions")
         for partition in (None, 0, 100, 200, 255):
             (execution_id,) = await submit(client.backend, partition=partition, input_payload=b"x")
             assert await client.result(execution_id, timeout=30) == b"x"

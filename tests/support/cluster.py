@@ -74,6 +74,19 @@ class TestCluster:
         port, bus_port = self.nodes[node].port, self._bus_ports[node]
         await self.call(0, "CLUSTER", "MEET", "127.0.0.1", port, bus_port)
 
+    async def add_replica(self, primary: int) -> int:
+        """Start a replica of a primary; returns its index when it is in step."""
+        replica = self.add()
+        await self.introduce(replica)
+        await self.agree(len(self.nodes))
+        await self.call(replica, "CLUSTER", "REPLICATE", await self.node_id(primary))
+
+        async def in_step() -> bool:
+            return b"master_link_status:up" in await self.call(replica, "INFO", "replication")
+
+        await until(in_step)
+        return replica
+
     async def agree(self, size: int) -> None:
         """Wait until every node knows `size` nodes and finds the cluster whole."""
 

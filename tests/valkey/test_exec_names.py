@@ -57,6 +57,7 @@ CASES: dict[str, list[tuple[str, ...]]] = {
     "eligible": [*((lane,) for lane in LANES), ("default", "cuda,gpu"), ("a:b", "x")],
     "reclaimable": [*((lane,) for lane in LANES), ("default", "cuda,gpu"), ("a:b", "x")],
     "worker_leases": [("host-1:7",)],
+    "own_wake": [("w-1",)],
     "last_claim": [("default", "w-1"), ("a:b", "w-1")],
     "events": [()],
     **{name: [("billing",), ("a:b",)] for name in ("group", "group_members", "group_start")},
@@ -95,7 +96,7 @@ async def test_doorbell_and_lane_part(engine: Engine) -> None:
         assert await built_by_lua(engine, "bell", "acme gpu", first=lane) == bell
         assert keys.bell_parts(bell) == (lane, "acme gpu")
         assert await built_by_lua(engine, "ear", first=lane) == keys.ear(lane)
-    assert keys.wake_tag(keys.wake(TAG)) == TAG
+    assert keys.wake_tag(keys.wake(TAG)) == keys.wake_tag(keys.own_wake(TAG, "w-1")) == TAG
 
 
 @pytest.mark.parametrize("name", ["signal", "signal_payload"])

@@ -76,7 +76,7 @@ ELSEWHERE = {
     *("ff_append", "ff_create_waitpoint", "ff_expire_suspension", "ff_resume", "ff_rotate_secret"),
     *("ff_signal", "ff_suspend"),
     # They only note that somebody follows or listens.
-    *("ff_stream_read", "ff_listen"),
+    *("ff_stream_read", "ff_listen", "ff_listen_here"),
     # Nobody repeats these: a scanner looks again.
     *("ff_promote_blocked", "ff_resolve_edge"),
 }

@@ -103,6 +103,8 @@ class Offer:
     def __init__(self, csv: str | None, namespaces: Sequence[str] | None = None) -> None:
         self._tokens = None if csv is None else frozenset(csv.split(","))
         self._namespaces = None if namespaces is None else frozenset(namespaces)
+        self.text = " ".join((csv or "", *sorted(self._namespaces or ())))
+        """The tokens as CSV, then the namespaces."""
 
     def serves(self, namespace: str) -> bool:
         """Whether it serves a namespace."""

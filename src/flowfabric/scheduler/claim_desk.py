@@ -240,8 +240,6 @@ class SharedOffer:
             await self._ring_again(place)
 
     async def _ring_again(self, place: WorkPlace) -> None:
-        if self._bell.heard_by_all:
-            return
         lane_id, tag = place
         try:
             await self._backend.wakeups.ring_waiting({tag: [lane_id]})
@@ -256,7 +254,9 @@ class SharedOffer:
                 try:
                     self._bell.hear(self._offer)
                     places = await self._bell.wait(_LISTEN_S)
-                    places = places or await sweep(self.lanes.some(_SWEPT_LANES), self._backend)
+                    if not places:
+                        lanes, width = self.lanes.some(_SWEPT_LANES), self._bell.sweep_width
+                        places = await sweep(lanes, self._backend, width)
                     pause = _FIRST_PAUSE_S
                 except EngineError as error:
                     log.debug("lost the doorbell connection: %s", error)

@@ -132,9 +132,10 @@ class ClaimLoop(Generic[T]):
                 spread = random.uniform(0.9, 1.1)  # noqa: S311
                 places = await self._doorbell.wait(self._listen_s * spread)
                 pause = _FIRST_LOOP_PAUSE_S
-                if not self._doorbell.heard_by_all:
-                    self._rung.update(places)
-                places = places or await sweep(self._lanes.some(_SWEPT_LANES), self._backend)
+                self._rung.update(places)
+                if not places:
+                    lanes, width = self._lanes.some(_SWEPT_LANES), self._doorbell.sweep_width
+                    places = await sweep(lanes, self._backend, width)
             except EngineError as error:
                 log.debug("lost the doorbell connection: %s", error)
                 await asyncio.sleep(pause)
@@ -182,8 +183,6 @@ class ClaimLoop(Generic[T]):
 
     async def _ring_again(self, place: WorkPlace) -> bool:
         """Ring for another worker, after the rings that wait already; whether work waits there."""
-        if self._doorbell.heard_by_all:
-            return False
         self._rung.discard(place)
         lane_id, tag = place
         try:

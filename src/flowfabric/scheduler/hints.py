@@ -23,9 +23,9 @@ Take = Callable[[str, str, int], Awaitable[tuple[list[T], bool]]]
 """Takes up to N executions of a lane and partition; also tells whether to come back for more."""
 
 
-def window(start: int, counts: PartitionCounts) -> list[str]:
+def window(start: int, counts: PartitionCounts, width: int = WINDOW) -> list[str]:
     """The tags of the partitions from `start` on, each once."""
-    return [f"{{fp:{(start + i) % counts.flow}}}" for i in range(min(WINDOW, counts.flow))]
+    return [f"{{fp:{(start + i) % counts.flow}}}" for i in range(min(width, counts.flow))]
 
 
 class LaneHints:
@@ -51,13 +51,13 @@ class LaneHints:
     def _spread(self, shards: int) -> list[str]:
         return [f"{{fp:{each}}}" for each in lane_partitions(self.lane_id, shards, self._counts)]
 
-    def own(self, backend: Backend, start: int | None = None) -> list[str]:
+    def own(self, backend: Backend, start: int | None = None, width: int = WINDOW) -> list[str]:
         """The partitions where the lane's executions are created, or the next window of them."""
         shards = backend.places.shards(self.lane_id)
         if shards != len(self._own):
             self._own = self._spread(shards)
         start = self._cursor if start is None else start
-        return [self._own[(start + i) % shards] for i in range(min(WINDOW, shards))]
+        return [self._own[(start + i) % shards] for i in range(min(width, shards))]
 
     def add(self, tag: str) -> None:
         """Hint at a partition where work was seen or announced."""
@@ -88,11 +88,12 @@ class LaneHints:
         """The partition to visit next, if any."""
         return next(iter(self.hinted), None)
 
-    def next_sweep(self, backend: Backend) -> list[WorkPlace]:
+    def next_sweep(self, backend: Backend, width: int = WINDOW) -> list[WorkPlace]:
         """The lane's own partitions and the next window, without what is hinted."""
         self.swept_at = time.monotonic()
-        tags = dict.fromkeys((*self.own(backend), *window(self._cursor, self._counts)))
-        self._cursor += WINDOW
+        own = self.own(backend, width=width)
+        tags = dict.fromkeys((*own, *window(self._cursor, self._counts, width)))
+        self._cursor += width
         return [(self.lane_id, tag) for tag in tags if tag not in self.hinted]
 
     async def visit(self, tags: Iterable[str], wanted: int, take: Take[T]) -> list[T]:
@@ -111,9 +112,11 @@ class LaneHints:
         return taken
 
 
-async def sweep(lanes: Iterable[LaneHints], backend: Backend) -> list[WorkPlace]:
+async def sweep(
+    lanes: Iterable[LaneHints], backend: Backend, width: int = WINDOW
+) -> list[WorkPlace]:
     """Where work waits in the lanes' own partitions and their next windows; not what is hinted."""
-    found = [lane.next_sweep(backend) for lane in lanes]
+    found = [lane.next_sweep(backend, width) for lane in lanes]
     # Most often it is in a lane's own partition, which comes first.
     own = [places[0] for places in found if places]
     rest = [place for places in found for place in places[1:]]

@@ -151,10 +151,13 @@ class Places(Concern, Protocol):
 
 
 class Doorbell(Protocol):
-    """Hears the rings of some lanes. Rings may be lost, so listeners also sweep now and then."""
+    """Hears the rings of some lanes. Rings may be lost, so listeners also sweep now and then.
 
-    heard_by_all: bool
-    """Whether every listener hears a ring. Otherwise one does, and rings again for others."""
+    One listener hears a ring. If it cannot take the work, it rings again for others.
+    """
+
+    sweep_width: int
+    """How many partitions per lane to look at when it stays silent, so that idling is cheap."""
 
     def hear(self, offer: Offer) -> None:
         """From the next wait on, hear only the rings for work that a worker may take."""
@@ -171,9 +174,10 @@ class Wakeups(Protocol):
     def listen(self, lanes: Iterable[str]) -> Doorbell: ...  # It connects at the first wait.
 
     async def find_work(self, places: Sequence[WorkPlace], likely: int = 1) -> list[WorkPlace]:
-        """Those that may hold claimable work; all of them in a cluster.
+        """Those that may hold claimable work.
 
-        One command tells that none does. `likely`: how many of the first to ask about apart.
+        One command tells that none does; in a cluster, it takes one for each. `likely`: how many of
+        the first to ask about apart.
         """
         ...
 

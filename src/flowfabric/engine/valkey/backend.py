@@ -85,7 +85,7 @@ class ValkeyBackend(ClosedOnce, Backend):
         self.admission = ValkeyAdmission(calls, drains, self.budgets, self.quotas)
         leases.on_slots_renewed = self.admission.confirm_soon
         self.claims = ValkeyClaims(calls, executions, self.admission)
-        self.wakeups = ValkeyWakeups(calls, places)
+        self.wakeups = ValkeyWakeups(calls)
         self.lanes = ValkeyLanes(calls, places, self.listings)
         self.suspensions = ValkeySuspensions(calls, places, drains)
         self.waitpoints = ValkeyWaitpoints(calls)

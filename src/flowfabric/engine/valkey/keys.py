@@ -243,13 +243,18 @@ def ear(listener: str) -> str:
 
 
 def wake(place: str) -> str:
-    """The doorbell of a bell; in a cluster that of a partition's tag, whose message is the bell."""
+    """The doorbell of a bell; in a cluster, of a partition's tag: it calls all listeners."""
     return f"{_WAKE}{place}"
 
 
+def own_wake(tag: str, listener: str) -> str:
+    """In a cluster: where a partition wakes one listener. The message is the bell."""
+    return f"{_WAKE}{tag}:{listener}"
+
+
 def wake_tag(channel: str) -> str:
-    """The tag of a partition's doorbell."""
-    return channel.removeprefix(_WAKE)
+    """The tag of the partition that rings on a channel."""
+    return channel[len(_WAKE) : channel.index("}") + 1]
 
 
 def lane_config(tag: str, lane_id: str) -> str:

@@ -234,7 +234,7 @@ async def _workers(
     workers = await backend.workers.list_workers(namespace, limit=None)
     served = {lane for worker in workers for lane in worker.lanes}
     tags = await backend.places.used_partitions()
-    # In a cluster this is expensive to find out, and `find_work` names every partition.
+    # In a cluster this is expensive to find out: `find_work` asks about each place apart.
     lanes = [lane for lane in lanes if tags and not transport.is_cluster and lane not in served]
     places = [(lane, tag) for lane in lanes for tag in tags]
     waiting = sorted({lane for lane, _ in await backend.wakeups.find_work(places)})

@@ -4,18 +4,22 @@ import asyncio
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from flowfabric.core.capabilities import Offer
-from flowfabric.core.errors import TransportError
+from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.ids import new_uuid, validate_lane
 from flowfabric.engine.api import check
 from flowfabric.engine.api.places import Doorbell, WorkPlace
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, call_each, places_of, raised, split, text
 from flowfabric.engine.valkey.pages import chunks
-from flowfabric.engine.valkey.places import ValkeyPlaces
+from flowfabric.valkey.faults import RedirectError
 from flowfabric.valkey.transport import Connection
 
 log = logging.getLogger(__name__)
@@ -29,13 +33,12 @@ _LISTEN_S = 60
 
 
 class ValkeyWakeups:
-    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
+    def __init__(self, calls: FunctionCalls) -> None:
         self._calls = calls
-        self._places = places
 
     def listen(self, lanes: Iterable[str]) -> Doorbell:
         if self._calls.transport.is_cluster:
-            return _ClusterDoorbell(self._calls, self._places, lanes)
+            return _ClusterDoorbell(self, self._calls, lanes)
         return _ServerDoorbell(self._calls, lanes)
 
     async def find_work(self, places: Sequence[WorkPlace], likely: int = 1) -> list[WorkPlace]:
@@ -44,12 +47,13 @@ class ValkeyWakeups:
             for lane_id, tag in check.pairs(places, "places")
         ]
         if self._calls.transport.is_cluster:
-            return places
+            found = await asyncio.gather(*(self._any_work([place]) for place in places))
+            return [place for place, any_work in zip(places, found, strict=True) if any_work]
         first = check.whole(likely, "likely", 1)
-        found = await asyncio.gather(
+        parts = await asyncio.gather(
             *(self._narrow(part, first) for part in chunks(places, _PLACES_AT_ONCE))
         )
-        return [place for part in found for place in part]
+        return [place for part in parts for place in part]
 
     async def _narrow(self, places: Sequence[WorkPlace], first: int) -> Sequence[WorkPlace]:
         """Those of the places that have work, found by asking about parts of the list."""
@@ -86,7 +90,7 @@ class _Bells:
 
     def __init__(self, lanes: Iterable[str]) -> None:
         self._lanes = tuple(lanes)
-        self._offer = Offer(None)
+        self._offer = Offer("")
         self._lane_of: dict[str, str | None] = {}
 
     def hear(self, offer: Offer) -> None:
@@ -111,7 +115,7 @@ class _ServerDoorbell(_Bells):
     It knows the bells that rang lately, and hears of new ones through a sorted set of its own.
     """
 
-    heard_by_all = False
+    sweep_width = 32
 
     def __init__(self, calls: FunctionCalls, lanes: Iterable[str]) -> None:
         super().__init__(lanes)
@@ -194,84 +198,188 @@ def _place(lane_id: str, partition: str) -> WorkPlace:
     return lane_id, f"{{fp:{partition}}}"
 
 
+@dataclass(eq=False)
+class _Primary:
+    """A primary that a listener hears."""
+
+    tag: str
+    """One of its partitions."""
+    conn: Connection = field(init=False)
+    register_at: float = -math.inf
+    """When to register there again."""
+
+
 class _ClusterDoorbell(_Bells):
-    """Subscribes to the channels of all partitions: a blocking pop cannot span slots."""
+    """Registers at each primary as idle; a ring there wakes one of those who did.
 
-    heard_by_all = True
+    A blocking pop cannot span slots, so rings come on channels: each partition has one for every
+    listener, and one on which it calls all of them to register again.
+    """
 
-    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces, lanes: Iterable[str]) -> None:
+    sweep_width = 1
+
+    def __init__(self, wakeups: ValkeyWakeups, calls: FunctionCalls, lanes: Iterable[str]) -> None:
         super().__init__(lanes)
+        self._wakeups = wakeups
         self._calls = calls
-        self._places = places
-        self._conns: list[Connection] = []
-        self._rings: dict[WorkPlace, None] = {}
-        self._rung = asyncio.Event()
+        self._listener = new_uuid()
+        self._primaries: deque[_Primary] = deque()
+        self._rings: list[WorkPlace] = []
+        self._woken = asyncio.Event()
+        self._waiting = False
         self._moved = True
+        self._passing: set[asyncio.Task[None]] = set()
 
     @property
     def connected(self) -> bool:
-        return not self._moved and all(conn.is_open for conn in self._conns)
+        """Whether it has subscribed on every primary."""
+        return not self._moved and all(primary.conn.is_open for primary in self._primaries)
+
+    @property
+    def listening(self) -> bool:
+        """Whether a ring on any primary would wake it."""
+        now = time.monotonic()
+        known = [primary.register_at > now for primary in self._primaries]
+        return self._waiting and self.connected and bool(known) and all(known)
+
+    def hear(self, offer: Offer) -> None:
+        if offer is not self._offer:
+            for primary in self._primaries:
+                primary.register_at = -math.inf
+        super().hear(offer)
 
     async def wait(self, timeout_s: float) -> list[WorkPlace]:
+        heard: list[WorkPlace] = []
+        self._waiting = True
+        try:
+            await self._await_ring(time.monotonic() + timeout_s)
+            heard = self._rings[:1]
+            return heard
+        finally:
+            self._waiting = False
+            for place in self._rings[len(heard) :]:
+                self._pass_on(place)
+            self._rings.clear()
+
+    async def _await_ring(self, until: float) -> None:
         if not self.connected:
             await self._subscribe()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._rung.wait()
-        except TimeoutError:
-            pass
-        self._rung.clear()
-        rings, self._rings = self._rings, {}
-        return list(rings)
+            # It may have missed rings: the caller looks for itself first.
+            until = -math.inf
+        while True:
+            self._woken.clear()
+            await self._register()
+            now = time.monotonic()
+            if self._rings or self._moved or now >= until:
+                return
+            soonest = min(until, *(primary.register_at for primary in self._primaries))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(soonest - now):
+                    await self._woken.wait()
 
     async def peek(self) -> list[WorkPlace]:
         return []
 
+    async def _register(self) -> None:
+        """Register where a ring has woken it since, until a ring is found that waited there."""
+        args = (self._listener, _LISTEN_S * 1000, self._offer.text, *sorted(self._lanes))
+        for _ in range(len(self._primaries)):
+            primary, now = self._primaries[0], time.monotonic()
+            self._primaries.rotate(-1)
+            if self._rings or primary.register_at > now:
+                continue
+            # First: a ring may arrive before the reply does.
+            primary.register_at = now + _LISTEN_S / 3
+            try:
+                ring = await self._calls.ask(
+                    *("ff_listen_here", primary.tag, args),
+                    lambda reply: [*map(text, reply[2:])],
+                    op="listen",
+                )
+            except BaseException:
+                primary.register_at = -math.inf
+                raise
+            if ring:
+                primary.register_at = -math.inf
+                self._ring(*ring)
+
     async def _subscribe(self) -> None:
-        await self.aclose()
+        await self._hang_up()
+        self._moved = False
+        try:
+            await self._subscribe_to([f"{{fp:{n}}}" for n in range(self._calls.counts.flow)])
+        except BaseException:
+            self._moved = True
+            raise
+
+    async def _subscribe_to(self, left: list[str]) -> None:
         transport = self._calls.transport
-        left = [f"{{fp:{partition}}}" for partition in range(self._calls.counts.flow)]
         refused = ""
         while left:
-            conn = await transport.blocking(left[0], on_push=self._hear)
-            self._conns.append(conn)
-            outcomes = await asyncio.gather(
+            primary = _Primary(left[0])
+            primary.conn = conn = await transport.blocking(
+                left[0], on_push=partial(self._hear, primary)
+            )
+            self._primaries.append(primary)
+            *outcomes, leads = await asyncio.gather(
                 *(conn.submit(("SSUBSCRIBE", keys.wake(tag))) for tag in left),
+                conn.submit(("EXISTS", left[0])),
                 return_exceptions=True,
             )
             # Another primary refuses the partitions that it does not hold.
-            answers = zip(left, outcomes, strict=True)
-            rest = [tag for tag, answer in answers if isinstance(answer, BaseException)]
-            if len(rest) == len(left):
+            failed = [isinstance(answer, BaseException) for answer in outcomes]
+            taken = [tag for tag, refusal in zip(left, failed, strict=True) if not refusal]
+            # A replica takes subscriptions, but those who wake listeners do not see them.
+            is_replica = isinstance(leads, RedirectError) and not leads.asking
+            if is_replica or not taken:
+                await self._primaries.pop().conn.aclose()
                 if refused == left[0]:
                     raise TransportError("cluster", f"no primary takes subscriptions for {refused}")
                 # The slot has moved: a call that is redirected learns where to.
                 refused = left[0]
                 await transport.call("EXISTS", refused, key=refused)
-            left = rest
-        self._moved = False
-        # Earlier rings were missed.
-        for tag in await self._places.used_partitions():
-            for lane_id in self._lanes:
-                self._ring(lane_id, tag)
+                continue
+            primary.tag = taken[0]
+            own = (keys.own_wake(tag, self._listener) for tag in taken)
+            await asyncio.gather(*(conn.submit(("SSUBSCRIBE", channel)) for channel in own))
+            left = [tag for tag, refusal in zip(left, failed, strict=True) if refusal]
 
-    def _hear(self, push: list[Any]) -> None:
+    def _hear(self, primary: _Primary, push: list[Any]) -> None:
         if push[0] == b"sunsubscribe":
             # The slot went to another primary.
             self._moved = True
-            self._rung.set()
         elif push[0] == b"smessage":
-            self._ring(push[2].decode(), keys.wake_tag(push[1].decode()))
+            primary.register_at = -math.inf
+            if bell := push[2].decode():
+                self._ring(bell, keys.wake_tag(push[1].decode()))
+        self._woken.set()
 
     def _ring(self, bell: str, tag: str) -> None:
-        lane_id = self._lane(bell)
-        if lane_id is not None:
-            self._rings[lane_id, tag] = None
-            self._rung.set()
+        if self._waiting and (lane_id := self._lane(bell)) is not None:
+            self._rings.append((lane_id, tag))
+        else:
+            self._pass_on((keys.bell_parts(bell)[0], tag))
+
+    def _pass_on(self, place: WorkPlace) -> None:
+        """Ring again for others: this listener has become busy since it registered."""
+        task = asyncio.create_task(self._ring_again(place))
+        self._passing.add(task)
+        task.add_done_callback(self._passing.discard)
+
+    async def _ring_again(self, place: WorkPlace) -> None:
+        lane_id, tag = place
+        try:
+            await self._wakeups.ring_waiting({tag: [lane_id]})
+        except EngineError as error:
+            log.debug("could not wake another worker: %s", error)
+
+    async def _hang_up(self) -> None:
+        self._moved = True
+        primaries, self._primaries = self._primaries, deque()
+        for primary in primaries:
+            primary.conn.close()
+        await asyncio.gather(*(primary.conn.aclose() for primary in primaries))
 
     async def aclose(self) -> None:
-        self._moved = True
-        conns, self._conns = self._conns, []
-        for conn in conns:
-            conn.close()
-        await asyncio.gather(*(conn.aclose() for conn in conns))
+        await self._hang_up()
+        await asyncio.gather(*self._passing)

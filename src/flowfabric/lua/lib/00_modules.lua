@@ -4,7 +4,7 @@ local register, try
 local clock, values, K, S, Context, record, reply = {}, {}, {}, {}, {}, {}, {}
 local events, streams, tokens, conditions, lease, waiting, suspension = {}, {}, {}, {}, {}, {}, {}
 local fence, operator, ending, signals, retry, claiming, pausing = {}, {}, {}, {}, {}, {}, {}
-local subflows, admission, lanes, offers = {}, {}, {}, {}
+local subflows, admission, lanes, offers, listeners = {}, {}, {}, {}, {}
 local granting, workers, purging, batch, indexes = {}, {}, {}, {}, {}
 local flow, edges, cascade, creating, graph, flow_cancel, replaying = {}, {}, {}, {}, {}, {}, {}
 local flow_purging, budgets, quota, steps = {}, {}, {}, {}

@@ -159,10 +159,12 @@ function K.leaders(tag) return 'ff:leader:' .. tag .. ':duties' end
 K.BELL_MARK = '\31'
 function K.bell(lane, signature) return lane .. K.BELL_MARK .. signature end
 
+-- In a cluster: where all listeners are called, and where one of them is woken.
 function K.wake(tag, bell)
   if SETTINGS.cluster then return 'ff:wake:' .. tag end
   return 'ff:wake:' .. bell
 end
+function K.own_wake(tag, listener) return 'ff:wake:' .. tag .. ':' .. listener end
 
 -- On a single server: the bells with a signature, who listens to bells, and where a listener hears of
 -- new ones.

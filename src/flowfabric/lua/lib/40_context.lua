@@ -168,11 +168,11 @@ function Context:ring(lane, signature)
   self.rung = self.rung or {}
   if self.rung[bell] then return end
   self.rung[bell] = true
-  local key = K.wake(self.tag, bell)
   if SETTINGS.cluster then
-    pcall(server.call, 'SPUBLISH', key, bell)
+    pcall(listeners.ring, self, bell, lane, signature)
     return
   end
+  local key = K.wake(self.tag, bell)
   if not pcall(strike, self, key, bell, signature) then
     pcall(strike_mended, self, key, bell, signature)
   end
