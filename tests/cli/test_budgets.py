@@ -93,7 +93,8 @@ async def test_namespaces_and_mistakes(cli: Cli, engine: Engine) -> None:
     assert status["budget_id"] == budget_id("team", "acme")
     assert status["enforcement_mode"] == "warn"
     assert "only warns" in (await cli("budget", "show", "team", "--namespace", "acme")).out
-    for wrong in ("tokens", "tokens=", "tokens=x", "=5", "tokens=-1"):
+    wrong_limits = ("tokens", "tokens=", "tokens=x", "=5", "tokens=-1", "tokens=_5", "tokens=1__0")
+    for wrong in wrong_limits:
         failed = await cli("budget", "raise", "team", wrong)
         assert failed.code == 2
         assert "such as tokens=1000" in failed.err
