@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from flowfabric.core.contracts.leases import Candidate, ClaimGrant
 from flowfabric.core.contracts.quotas import Admitted, RateExceeded
 from flowfabric.core.ids import ExecutionId, new_uuid
+from flowfabric.core.state import PublicState
 from flowfabric.engine.api.admission import FOR_BUDGET, Block
 from flowfabric.scheduler.grants import WorkerGrants
 from tests.support.admission import budget, claimed, limited, quota, slots
@@ -61,6 +64,39 @@ async def test_each_starts_at_its_own_time(engine: Engine) -> None:
         assert set(started) == {each for each, due in times.items() if due <= at}
         later = [due for due in times.values() if due > at]
         assert again == (min(later) - at if later else None)
+
+
+async def test_a_window_that_moves_on_after_a_release_keeps_each_time(engine: Engine) -> None:
+    """A release that finds the window full has this process come back when it has a place."""
+    quotas, policy = engine.backend.quotas, new_uuid()
+    await quotas.create_quota_policy(
+        policy,
+        window_seconds=1,
+        max_requests_per_window=1,
+        max_concurrent=1,
+        jitter_ms=10**9,
+    )
+    first = await limited(engine, quota=policy)
+    assert await claimed(engine) == [first]
+    waiting = await limited(engine, quota=policy)
+    assert await claimed(engine) == []
+    told, opened = asyncio.Event(), quotas.on_quota_opened
+    assert opened is not None
+
+    async def observed(quota_policy_id: str, headroom: int | None) -> None:
+        await opened(quota_policy_id, headroom)
+        told.set()
+
+    quotas.on_quota_opened = observed
+    await quotas.release_admission(policy, first)
+    async with asyncio.timeout(10):
+        await told.wait()
+    state = await engine.backend.reads.read_execution_state(waiting)
+    assert state is PublicState.RATE_LIMITED
+    # At its own time, it starts.
+    await engine.freeze(await retry_at(engine, waiting))
+    await engine.backend.admission.open_quota(policy)
+    assert await claimed(engine) == [waiting]
 
 
 async def test_a_raised_limit_does_not_wait_for_the_jitter(engine: Engine) -> None:

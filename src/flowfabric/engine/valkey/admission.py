@@ -215,8 +215,11 @@ class ValkeyAdmission(AdmissionControl):
     async def _budget_opened(self, budget_id: str) -> None:
         await self.open_budget(budget_id)
 
-    async def _quota_opened(self, quota_policy_id: str, headroom: int) -> None:
-        await self._let_go(quota_policy_id, headroom)
+    async def _quota_opened(self, quota_policy_id: str, headroom: int | None) -> None:
+        if headroom is None:
+            await self.open_quota(quota_policy_id)
+        else:
+            await self._let_go(quota_policy_id, headroom)
 
     async def _let_go(self, quota_policy_id: str, headroom: int) -> bool:
         """Let go of up to `headroom` executions that wait for a policy; whether more may wait."""
