@@ -10,10 +10,12 @@ from flowfabric.core.contracts.flows import AnyOf, Quorum
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.errors import EngineError
+from flowfabric.core.ids import new_uuid
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.metrics import Meter
 from flowfabric.engine.valkey.stream_pool import StreamPool
+from tests.support.budgets import new_budget
 from tests.support.engine import Engine, refused
 from tests.support.flows import TestFlow, submitted
 from tests.support.suspension import Waits
@@ -255,3 +257,15 @@ async def test_only_attempts_count_as_cancelled(engine: Engine, meter: Meter) ->
     for execution_id in (waiting, running.execution_id, running.execution_id):
         await cancel(execution_id)
     assert meter.numbers[OUTCOMES] == {("a b:c%", "cancelled"): 1}
+
+
+async def test_usage_reports_by_result(engine: Engine, meter: Meter) -> None:
+    budgets, handle = engine.backend.budgets, await engine.running()
+    limited = await new_budget(engine.backend, {"a": 10}, {"a": 5})
+    for amount, key in ((4, "k"), (4, "k"), (4, ""), (9, "")):
+        await budgets.report_usage(handle, limited, {"a": amount}, dedup_key=key)
+    await budgets.report_usage_admin(limited, {"a": 1})
+    await refused(budgets.report_usage_admin(new_uuid(), {"a": 1}), "budget_not_found")
+    name = "ff_budget_report_total"
+    results = ("ok", "already_applied", "soft_breach", "hard_breach", "budget_not_found")
+    assert [meter.value(name, each) for each in results] == [1, 1, 2, 1, 1]
