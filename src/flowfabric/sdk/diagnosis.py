@@ -13,13 +13,13 @@ from flowfabric.core.contracts.suspension import OpenWaitpoint
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import LifecyclePhase, OwnershipState, PublicState
 from flowfabric.core.text import clock, duration, plural
+from flowfabric.engine.api.places import CLOSED_STATES
 from flowfabric.engine.flow_overview import Membership
 from flowfabric.engine.overview import ExecutionDetail, ReachedLimits
 
 OPERATOR_ONLY = "__operator_only__"
 TIMEOUT_ONLY = "__timeout_only__"
 _NAMED = 3
-_CLOSED = ("paused", "disabled")
 _HELD = ("paused_by_operator", "paused_by_policy")
 _UNSUCCESSFUL = (
     PublicState.FAILED,
@@ -140,7 +140,7 @@ def _waiting(detail: ExecutionDetail, why: WhyWaiting) -> str:
 
 def _closed_lane(info: ExecutionInfo, why: WhyWaiting) -> str:
     """That its lane starts nothing; empty if it does."""
-    if why.lane_state not in _CLOSED:
+    if why.lane_state not in CLOSED_STATES:
         return ""
     reason = f" ({why.lane_reason})" if why.lane_reason else ""
     resume = f"`flowfabric lane resume {quote(info.lane_id)}`"
