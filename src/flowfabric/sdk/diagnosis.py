@@ -14,8 +14,10 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import LifecyclePhase, OwnershipState, PublicState
 from flowfabric.core.text import clock, duration, plural
 from flowfabric.engine.api.places import CLOSED_STATES
+from flowfabric.engine.api.waitpoints import LastWait
 from flowfabric.engine.flow_overview import Membership
 from flowfabric.engine.overview import ExecutionDetail, ReachedLimits
+from flowfabric.sdk.spending import PAUSED_BY_BUDGET, StoppedByBudget
 
 OPERATOR_ONLY = "__operator_only__"
 TIMEOUT_ONLY = "__timeout_only__"
@@ -187,8 +189,7 @@ def _held_by_flow(place: Membership) -> str:
 
 def _for_limits(detail: ExecutionDetail) -> str:
     """Which of its budgets, or its quota, admits nothing now; empty if all admit it."""
-    limits, namespace = detail.limits, detail.execution.namespace
-    where = "" if namespace == "default" else f" --namespace {quote(namespace)}"
+    limits, where = detail.limits, _namespace_option(detail.execution)
     if limits.budgets:
         return _for_budget(limits.budgets[0], where, detail.now_ms)
     full = limits.quota
@@ -207,8 +208,12 @@ def _for_budget(spent: Exhausted, where: str, now_ms: int) -> str:
     used = f"{spent.used:,} of {spent.limit:,} {spent.dimension} are used"
     if spent.next_reset_at is not None:
         used += f"; usage is reset at {future_time(spent.next_reset_at, now_ms)}"
-    change = f"`flowfabric budget raise {quote(spent.label)} {spent.dimension}=LIMIT{where}`"
+    change = _raise(spent.label, spent.dimension, where)
     return f"budget {spent.label}: {used}. Raise the limit with {change}"
+
+
+def _raise(budget: str, dimension: str, where: str) -> str:
+    return f"`flowfabric budget raise {quote(budget)} {quote(dimension)}=LIMIT{where}`"
 
 
 def _for_upstreams(detail: ExecutionDetail, why: WhyWaiting) -> str:
@@ -270,11 +275,25 @@ def _suspended(detail: ExecutionDetail) -> str:
     if TIMEOUT_ONLY in names:
         return f"it sleeps{until}"
     command = f"`flowfabric approve {detail.execution.execution_id.compact}"
+    if detail.wait is not None and detail.wait.reason == PAUSED_BY_BUDGET:
+        return _stopped_by_budget(detail.execution, detail.wait) + f" with {command}`"
     if OPERATOR_ONLY in names:
         return f"it waits for an operator{until}: {command}` resumes it"
     for_what = describe_waitpoints(active) or "an answer"
     which = "" if len(active) == 1 else " WAITPOINT"
     return f"it waits for {for_what}{until}: answer with {command}{which}`"
+
+
+def _stopped_by_budget(info: ExecutionInfo, wait: LastWait) -> str:
+    try:
+        spent = msgspec.convert(wait.details, StoppedByBudget)
+    except msgspec.ValidationError:
+        return "its budget stopped it. Raise the limit or reset the budget, then resume it"
+    at = f"{spent.used:,} of {spent.limit:,} {spent.dimension}"
+    change = _raise(spent.budget, spent.dimension, _namespace_option(info))
+    return (
+        f"budget {spent.budget} stopped it at {at}. Raise the limit with {change}, then resume it"
+    )
 
 
 def _for_worker(info: ExecutionInfo, why: WhyWaiting) -> str:
@@ -315,9 +334,11 @@ def _worker_command(info: ExecutionInfo) -> str:
     options = f"--lanes {quote(info.lane_id)}"
     if info.required_capabilities:
         options += f" --capabilities {quote(','.join(info.required_capabilities))}"
-    if info.namespace != "default":
-        options += f" --namespace {quote(info.namespace)}"
-    return f"`flowfabric worker module:app {options}`"
+    return f"`flowfabric worker module:app {options}{_namespace_option(info)}`"
+
+
+def _namespace_option(info: ExecutionInfo) -> str:
+    return "" if info.namespace == "default" else f" --namespace {quote(info.namespace)}"
 
 
 def _serve(workers: int) -> str:
