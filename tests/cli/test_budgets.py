@@ -117,3 +117,13 @@ async def test_a_misspelt_action_dimension_or_name(cli: Cli) -> None:
     assert "before" not in (await cli("budget", "raise", "team", "tokens=20")).out
     missing = await cli("budget", "show", "tem")
     assert "budget_not_found: tem" in missing.err
+
+
+async def test_the_same_name_in_two_namespaces(cli: Cli) -> None:
+    create = ("budget", "create", "team", "a=1")
+    await cli(*create)
+    await cli(*create, "--namespace", "acme")
+    header, *rows = [line.split() for line in (await cli("budgets")).lines]
+    assert header[1] == "ID"
+    names = {(row[0], row[1]) for row in rows}
+    assert names == {("team", budget_id("team", each)) for each in ("default", "acme")}
