@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -159,7 +160,7 @@ async def test_a_grant_behind_many_that_are_held_back(engine: Engine) -> None:
     assert grant.execution_id == plain
 
 
-async def shared_with_a_paused_lane(engine: Engine, **limits: int) -> tuple[str, ExecutionId]:
+async def shared_with_a_paused_lane(engine: Engine, **limits: Any) -> tuple[str, ExecutionId]:
     """A full quota for which many executions of a paused lane wait, and behind them one of another
     lane. Returns the policy and the one that runs under it."""
     policy = new_uuid()
