@@ -93,7 +93,8 @@ async def test_namespaces_and_mistakes(cli: Cli, engine: Engine) -> None:
     assert status["budget_id"] == budget_id("team", "acme")
     assert status["enforcement_mode"] == "warn"
     assert "only warns" in (await cli("budget", "show", "team", "--namespace", "acme")).out
-    for wrong in ("tokens", "tokens=", "tokens=x", "=5", "tokens=-1"):
+    wrong_limits = ("tokens", "tokens=", "tokens=x", "=5", "tokens=-1", "tokens=_5", "tokens=1__0")
+    for wrong in wrong_limits:
         failed = await cli("budget", "raise", "team", wrong)
         assert failed.code == 2
         assert "such as tokens=1000" in failed.err
@@ -116,3 +117,13 @@ async def test_a_misspelt_action_dimension_or_name(cli: Cli) -> None:
     assert "before" not in (await cli("budget", "raise", "team", "tokens=20")).out
     missing = await cli("budget", "show", "tem")
     assert "budget_not_found: tem" in missing.err
+
+
+async def test_the_same_name_in_two_namespaces(cli: Cli) -> None:
+    create = ("budget", "create", "team", "a=1")
+    await cli(*create)
+    await cli(*create, "--namespace", "acme")
+    header, *rows = [line.split() for line in (await cli("budgets")).lines]
+    assert header[1] == "ID"
+    names = {(row[0], row[1]) for row in rows}
+    assert names == {("team", budget_id("team", each)) for each in ("default", "acme")}

@@ -99,3 +99,13 @@ async def test_what_is_refused(cli: Cli, arguments: list[str], problem: str) -> 
     done = await cli("quota", *arguments)
     assert done.code != 0
     assert problem in done.err
+
+
+async def test_the_same_name_in_two_namespaces(cli: Cli) -> None:
+    create = ("quota", "create", "openai")
+    await cli(*create)
+    await cli(*create, "--namespace", "acme")
+    header, *rows = [line.split() for line in (await cli("quotas")).lines]
+    assert header[1] == "ID"
+    names = {(row[0], row[1]) for row in rows}
+    assert names == {("openai", quota_id("openai", each)) for each in ("default", "acme")}

@@ -370,13 +370,13 @@ class Openings:
     """What a policy told of its openings."""
 
     def __init__(self, engine: Engine) -> None:
-        self.seen: list[tuple[str, int]] = []
+        self.seen: list[tuple[str, int | None]] = []
         engine.backend.quotas.on_quota_opened = self
 
-    async def __call__(self, quota_policy_id: str, headroom: int) -> None:
+    async def __call__(self, quota_policy_id: str, headroom: int | None) -> None:
         self.seen.append((quota_policy_id, headroom))
 
-    def take(self) -> list[tuple[str, int]]:
+    def take(self) -> list[tuple[str, int | None]]:
         taken, self.seen = self.seen, []
         return taken
 
@@ -422,8 +422,8 @@ async def test_an_opening_is_told_when_the_window_has_a_place(engine: Engine) ->
     """A release may free a slot while the window is full: nobody else would come back then."""
     quotas, told = engine.backend.quotas, asyncio.Event()
 
-    async def opened(quota_policy_id: str, headroom: int) -> None:
-        assert (quota_policy_id, headroom) == (name, 1)
+    async def opened(quota_policy_id: str, headroom: int | None) -> None:
+        assert (quota_policy_id, headroom) == (name, None)
         told.set()
 
     quotas.on_quota_opened = opened

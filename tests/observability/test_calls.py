@@ -290,3 +290,15 @@ async def test_only_attempts_count_as_cancelled(engine: Engine, meter: Meter) ->
     for execution_id in (waiting, running.execution_id, running.execution_id):
         await cancel(execution_id)
     assert meter.numbers[OUTCOMES] == {("a b:c%", "cancelled"): 1}
+
+
+async def test_usage_reports_by_result(engine: Engine, meter: Meter) -> None:
+    budgets, handle = engine.backend.budgets, await engine.running()
+    limited = await new_budget(engine.backend, {"a": 10}, {"a": 5})
+    for amount, key in ((4, "k"), (4, "k"), (4, ""), (9, "")):
+        await budgets.report_usage(handle, limited, {"a": amount}, dedup_key=key)
+    await budgets.report_usage_admin(limited, {"a": 1})
+    await refused(budgets.report_usage_admin(new_uuid(), {"a": 1}), "budget_not_found")
+    name = "ff_budget_report_total"
+    results = ("ok", "already_applied", "soft_breach", "hard_breach", "budget_not_found")
+    assert [meter.value(name, each) for each in results] == [1, 1, 2, 1, 1]

@@ -139,7 +139,7 @@ async def test_holds_of_ended_leases_come_back(engine: Engine, how: str) -> None
     backend, budgets = engine.backend, engine.backend.budgets
     engine.backend.calls.on_returns = lambda _: None
     budget_id, handle = await new_budget(backend, {"a": 10}), await engine.running()
-    await hold(budgets, handle, budget_id, a=4)
+    await hold(budgets, handle, budget_id, "its own name", a=4)
     scanners = idle(engine)
     assert await scanners.scan_once("budget_reconciler") == ScanResult()
     if how == "completed":

@@ -225,9 +225,9 @@ async def test_only_slots_that_are_as_they_were_read_change(engine: Engine) -> N
 
 async def test_a_freed_slot_opens_the_policy(engine: Engine) -> None:
     name = await policy(engine, max_concurrent=1)
-    told: list[tuple[str, int]] = []
+    told: list[tuple[str, int | None]] = []
 
-    async def opened(quota_policy_id: str, headroom: int) -> None:
+    async def opened(quota_policy_id: str, headroom: int | None) -> None:
         told.append((quota_policy_id, headroom))
 
     engine.backend.quotas.on_quota_opened = opened

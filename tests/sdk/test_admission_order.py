@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 
 from flowfabric.core.contracts.leases import Candidate, ClaimGrant
 from flowfabric.core.contracts.quotas import Admitted, RateExceeded
 from flowfabric.core.ids import ExecutionId, new_uuid
+from flowfabric.core.state import PublicState
 from flowfabric.engine.api.admission import FOR_BUDGET, Block
 from flowfabric.scheduler.grants import WorkerGrants
 from tests.support.admission import budget, claimed, limited, quota, slots
 from tests.support.engine import LANE, Engine
+from tests.support.scanning import idle
 
 WINDOW, JITTER = 10_000, 5_000
 
@@ -61,6 +66,39 @@ async def test_each_starts_at_its_own_time(engine: Engine) -> None:
         assert set(started) == {each for each, due in times.items() if due <= at}
         later = [due for due in times.values() if due > at]
         assert again == (min(later) - at if later else None)
+
+
+async def test_a_window_that_moves_on_after_a_release_keeps_each_time(engine: Engine) -> None:
+    """A release that finds the window full has this process come back when it has a place."""
+    quotas, policy = engine.backend.quotas, new_uuid()
+    await quotas.create_quota_policy(
+        policy,
+        window_seconds=1,
+        max_requests_per_window=1,
+        max_concurrent=1,
+        jitter_ms=10**9,
+    )
+    first = await limited(engine, quota=policy)
+    assert await claimed(engine) == [first]
+    waiting = await limited(engine, quota=policy)
+    assert await claimed(engine) == []
+    told, opened = asyncio.Event(), quotas.on_quota_opened
+    assert opened is not None
+
+    async def observed(quota_policy_id: str, headroom: int | None) -> None:
+        await opened(quota_policy_id, headroom)
+        told.set()
+
+    quotas.on_quota_opened = observed
+    await quotas.release_admission(policy, first)
+    async with asyncio.timeout(10):
+        await told.wait()
+    state = await engine.backend.reads.read_execution_state(waiting)
+    assert state is PublicState.RATE_LIMITED
+    # At its own time, it starts.
+    await engine.freeze(await retry_at(engine, waiting))
+    await engine.backend.admission.open_quota(policy)
+    assert await claimed(engine) == [waiting]
 
 
 async def test_a_raised_limit_does_not_wait_for_the_jitter(engine: Engine) -> None:
@@ -120,3 +158,48 @@ async def test_a_grant_behind_many_that_are_held_back(engine: Engine) -> None:
     grant = await WorkerGrants(engine.backend).claim_for_worker(LANE, "w", "w-1")
     assert isinstance(grant, ClaimGrant)
     assert grant.execution_id == plain
+
+
+async def shared_with_a_paused_lane(engine: Engine, **limits: Any) -> tuple[str, ExecutionId]:
+    """A full quota for which many executions of a paused lane wait, and behind them one of another
+    lane. Returns the policy and the one that runs under it."""
+    policy = new_uuid()
+    await engine.backend.quotas.create_quota_policy(policy, max_concurrent=1, **limits)
+    running = await limited(engine, quota=policy)
+    assert await claimed(engine) == [running]
+    for _ in range(20):
+        await limited(engine, quota=policy, lane="mails")
+    assert await claimed(engine, lane="mails") == []
+    await engine.backend.lanes.set_lane_state("mails", "paused")
+    return policy, running
+
+
+@pytest.mark.parametrize("how", ["told", "scanned", "in time"])
+async def test_a_paused_lane_keeps_no_room_of_a_quota(engine: Engine, how: str) -> None:
+    quotas = engine.backend.quotas
+    limits = {"max_requests_per_window": 100, "jitter_ms": 1} if how == "in time" else {}
+    policy, running = await shared_with_a_paused_lane(engine, **limits)
+    await engine.advance(1)
+    waiting = await limited(engine, quota=policy)
+    assert await claimed(engine) == []
+    if how != "told":
+        # As if the process that freed the slot had died before it let anyone go.
+        quotas.on_quota_opened = None
+    await quotas.release_admission(policy, running)
+    if how == "scanned":
+        await idle(engine).scan_once("unblock")
+    elif how == "in time":
+        await engine.advance(10_000)
+        await engine.backend.admission.open_quota(policy)
+    assert await claimed(engine) == [waiting]
+
+
+async def test_what_waited_in_a_paused_lane_starts_after_it_is_resumed(engine: Engine) -> None:
+    policy, running = await shared_with_a_paused_lane(engine)
+    await idle(engine).scan_once("unblock")
+    await engine.backend.lanes.set_lane_state("mails", "active")
+    await engine.backend.quotas.release_admission(policy, running)
+    (started,) = await claimed(engine, lane="mails")
+    await engine.backend.quotas.release_admission(policy, started)
+    await idle(engine).scan_once("unblock")
+    assert len(await claimed(engine, lane="mails")) == 1

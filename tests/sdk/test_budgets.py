@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.budgets import (
     BudgetCreated,
     BudgetDeleted,
@@ -181,6 +182,12 @@ async def test_enforcing_suspends_and_the_stop_can_be_resumed(
     wait = await client.wait_until_suspended(task.execution_id, timeout=5)
     assert wait.prompt is not None
     assert "Raise the limit" in wait.prompt
+    why = await client.explain(task.execution_id)
+    assert "It is suspended: budget team stopped it at 0 of 10 a. Raise the limit with" in why.text
+    assert why.next_steps == (
+        "flowfabric budget raise team a=LIMIT",
+        f"flowfabric approve {task.execution_id.compact}",
+    )
     await client.update_budget("team", {"a": 20})
     await client.resume(task.execution_id)
     again = await worker.claim()
@@ -188,6 +195,17 @@ async def test_enforcing_suspends_and_the_stop_can_be_resumed(
     assert await again.report_usage("team", {"a": 11}, enforce=True) == UsageOk()
     await again.complete()
     assert await state(backend, task.execution_id) == "completed"
+
+
+async def test_a_stop_for_a_budget_that_does_not_say_which(engine: Engine) -> None:
+    await engine.backend.secrets.seed_at_boot(SECRET)
+    handle = await engine.running()
+    await engine.backend.suspensions.suspend(
+        handle, condition=Single("budget"), reason_code="paused_by_budget"
+    )
+    why = await Client(engine.backend).explain(handle.execution_id)
+    assert "its budget stopped it. Raise the limit or reset the budget, then resume it" in why.text
+    assert why.next_steps == (f"flowfabric approve {handle.execution_id.compact}",)
 
 
 async def test_soft_limits_warn_unless_allowed(

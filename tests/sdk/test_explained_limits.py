@@ -8,6 +8,7 @@ from flowfabric.core.ids import ExecutionId, budget_id, quota_id
 from flowfabric.sdk.client import Client
 from tests.sdk.conftest import MakeWorker
 from tests.support.engine import Engine, refused
+from tests.support.flows import ids, submitted
 from tests.support.sdk import submit
 
 
@@ -96,6 +97,73 @@ async def test_a_paused_lane_and_its_reason(engine: Engine, make_worker: MakeWor
     # A draining lane runs what waits.
     await client.set_lane_state("default", "draining")
     assert "it starts as soon as one is free" in (await client.explain(waiting)).text
+
+
+async def test_a_paused_lane_is_not_the_only_reason(
+    engine: Engine, make_worker: MakeWorker
+) -> None:
+    client = Client(engine.backend)
+    await client.create_budget("team", {"tokens": 1})
+    await client.report_usage("team", {"tokens": 1})
+    await make_worker()
+    spent = await limited(engine, budget="team")
+    (later,) = await submit(engine.backend, delay_until=await engine.now() + 3_600_000)
+    (acme,) = await submit(engine.backend, namespace="acme")
+    await client.set_lane_state("default", "paused")
+    resume = (
+        "lane default is paused: `flowfabric lane resume default` starts its executions. Also, "
+    )
+    assert (
+        f"{resume}it was submitted with a delay; it starts at "
+        in (await client.explain(later)).text
+    )
+    found = await client.explain(spent)
+    assert f"{resume}budget team: 1 of 1 tokens are used" in found.text
+    assert found.next_steps == (
+        "flowfabric lane resume default",
+        "flowfabric budget raise team tokens=LIMIT",
+    )
+    assert "but none serves namespace acme" in (await client.explain(acme)).text
+
+
+async def test_a_lost_execution_in_a_paused_lane(engine: Engine, make_worker: MakeWorker) -> None:
+    client = Client(engine.backend)
+    await make_worker()
+    handle = await engine.running()
+    await engine.backend.leases.revoke_lease(handle.execution_id)
+    await client.set_lane_state("default", "paused")
+    found = await client.explain(handle.execution_id)
+    assert "was revoked, and lane default is paused: " in found.text
+    assert found.next_steps == ("flowfabric lane resume default",)
+
+
+async def test_the_suggested_worker_could_take_it(engine: Engine) -> None:
+    policy = {"routing_requirements": {"required_capabilities": ["gpu"]}}
+    (waiting,) = await submit(engine.backend, lane="big jobs", namespace="acme", policy=policy)
+    command = "flowfabric worker module:app --lanes 'big jobs' --capabilities gpu --namespace acme"
+    assert (await Client(engine.backend).explain(waiting)).next_steps == (command,)
+
+
+@pytest.mark.parametrize("reason", ["paused_by_operator", "paused_by_policy"])
+async def test_who_holds_it_back_can_release_it(engine: Engine, reason: str) -> None:
+    (held,) = await submit(engine.backend)
+    block = engine.backend.claims.block_execution_for_admission
+    await block(held, reason, "under review")
+    text = (await Client(engine.backend).explain(held)).text
+    assert f"{reason.replace('_', ' ')}: under review. Release it with POST" in text
+    assert f"/v1/executions/{held.compact}/unblock" in text
+
+
+async def test_a_member_that_was_replayed_without_its_upstream(engine: Engine) -> None:
+    flow = await submitted(engine, "a>b")
+    await flow.end("a", "cancelled")
+    a, b = ids(flow, "a", "b")
+    await engine.backend.executions.replay_execution(b)
+    found = await Client(engine.backend).explain(b)
+    assert "it waits for 1 upstream: a (cancelled)" in found.text
+    assert found.next_steps == (f"flowfabric replay {a.compact}",)
+    await engine.backend.executions.replay_execution(a)
+    assert (await Client(engine.backend).explain(b)).next_steps == ()
 
 
 async def test_a_dead_worker_and_no_other(engine: Engine, make_worker: MakeWorker) -> None:

@@ -145,7 +145,8 @@ class _Pass:
             if policy is None:
                 free.append(each)
                 continue
-            if each.retry_at is not None and each.retry_at > self._now_ms:
+            # Those of a closed lane would keep the room from the others.
+            if each.lane_closed or (each.retry_at is not None and each.retry_at > self._now_ms):
                 continue
             if policy not in self._room:
                 self._room[policy] = await self._headroom(policy)

@@ -13,13 +13,22 @@ from flowfabric.core.contracts.suspension import OpenWaitpoint
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import LifecyclePhase, OwnershipState, PublicState
 from flowfabric.core.text import clock, duration, plural
+from flowfabric.engine.api.places import CLOSED_STATES
+from flowfabric.engine.api.waitpoints import LastWait
 from flowfabric.engine.flow_overview import Membership
 from flowfabric.engine.overview import ExecutionDetail, ReachedLimits
+from flowfabric.sdk.spending import PAUSED_BY_BUDGET, StoppedByBudget
 
 OPERATOR_ONLY = "__operator_only__"
 TIMEOUT_ONLY = "__timeout_only__"
 _NAMED = 3
-_CLOSED = ("paused", "disabled")
+_HELD = ("paused_by_operator", "paused_by_policy")
+_UNSUCCESSFUL = (
+    PublicState.FAILED,
+    PublicState.CANCELLED,
+    PublicState.EXPIRED,
+    PublicState.SKIPPED,
+)
 _command = re.compile(r"`(flowfabric [^`]+)`")
 _SPECIAL = {OPERATOR_ONLY: "an operator", TIMEOUT_ONLY: "its timeout"}
 _TIMED = {
@@ -123,11 +132,25 @@ def why_not_running(detail: ExecutionDetail) -> str:
 
 
 def _waiting(detail: ExecutionDetail, why: WhyWaiting) -> str:
-    info = detail.execution
-    if why.lane_state in _CLOSED:
-        reason = f" ({why.lane_reason})" if why.lane_reason else ""
-        resume = f"`flowfabric lane resume {quote(info.lane_id)}`"
-        return f"lane {info.lane_id} is {why.lane_state}{reason}: {resume} starts its executions"
+    info, own = detail.execution, _own_reason(detail, why)
+    closed = _closed_lane(info, why)
+    if not closed:
+        return own or _for_worker(info, why)
+    also = own or ("" if why.able_workers else _for_worker(info, why))
+    return f"{closed}. Also, {also}" if also else closed
+
+
+def _closed_lane(info: ExecutionInfo, why: WhyWaiting) -> str:
+    """That its lane starts nothing; empty if it does."""
+    if why.lane_state not in CLOSED_STATES:
+        return ""
+    reason = f" ({why.lane_reason})" if why.lane_reason else ""
+    resume = f"`flowfabric lane resume {quote(info.lane_id)}`"
+    return f"lane {info.lane_id} is {why.lane_state}{reason}: {resume} starts its executions"
+
+
+def _own_reason(detail: ExecutionDetail, why: WhyWaiting) -> str:
+    """What keeps it from starting besides its lane; empty if it only waits for a worker."""
     timed = _TIMED.get(why.blocking_reason)
     if timed is not None and why.retry_at is not None:
         due = why.retry_at <= detail.now_ms
@@ -138,15 +161,18 @@ def _waiting(detail: ExecutionDetail, why: WhyWaiting) -> str:
         return _for_upstreams(detail, why)
     for_worker = why.blocking_reason == "waiting_for_worker" or why.unknown_task is not None
     limited = _for_limits(detail) if why.able_workers or not for_worker else ""
-    if not limited and (for_worker or why.missing_capabilities):
-        return _for_worker(info, why)
-    return limited or _blocked(detail, why)
+    if limited or for_worker or why.missing_capabilities:
+        return limited
+    return _blocked(detail, why)
 
 
 def _blocked(detail: ExecutionDetail, why: WhyWaiting) -> str:
     reason = why.blocking_reason.replace("_", " ")
     text = f"{reason}: {why.blocking_detail}" if why.blocking_detail else reason
-    if why.retry_at is not None:
+    if why.blocking_reason in _HELD:
+        route = f"POST /v1/executions/{detail.execution.execution_id.compact}/unblock"
+        text += f". Release it with {route} on the server"
+    elif why.retry_at is not None:
         text += f"; the next check is at {future_time(why.retry_at, detail.now_ms)}"
     return text
 
@@ -163,8 +189,7 @@ def _held_by_flow(place: Membership) -> str:
 
 def _for_limits(detail: ExecutionDetail) -> str:
     """Which of its budgets, or its quota, admits nothing now; empty if all admit it."""
-    limits, namespace = detail.limits, detail.execution.namespace
-    where = "" if namespace == "default" else f" --namespace {namespace}"
+    limits, where = detail.limits, _namespace_option(detail.execution)
     if limits.budgets:
         return _for_budget(limits.budgets[0], where, detail.now_ms)
     full = limits.quota
@@ -183,8 +208,12 @@ def _for_budget(spent: Exhausted, where: str, now_ms: int) -> str:
     used = f"{spent.used:,} of {spent.limit:,} {spent.dimension} are used"
     if spent.next_reset_at is not None:
         used += f"; usage is reset at {future_time(spent.next_reset_at, now_ms)}"
-    change = f"`flowfabric budget raise {quote(spent.label)} {spent.dimension}=LIMIT{where}`"
+    change = _raise(spent.label, spent.dimension, where)
     return f"budget {spent.label}: {used}. Raise the limit with {change}"
+
+
+def _raise(budget: str, dimension: str, where: str) -> str:
+    return f"`flowfabric budget raise {quote(budget)} {quote(dimension)}=LIMIT{where}`"
 
 
 def _for_upstreams(detail: ExecutionDetail, why: WhyWaiting) -> str:
@@ -197,7 +226,18 @@ def _for_upstreams(detail: ExecutionDetail, why: WhyWaiting) -> str:
     named = ", ".join(which[:_NAMED])
     if named and open_edges > _NAMED:
         named += f" and {open_edges - _NAMED:,} more"
-    return f"it waits for {_needed(why)}" + (f": {named}" if named else "")
+    text = f"it waits for {_needed(why)}" + (f": {named}" if named else "")
+    return text + _rerun_of_upstream(detail)
+
+
+def _rerun_of_upstream(detail: ExecutionDetail) -> str:
+    """How to go on after the replay of a member alone; empty if its upstreams have not ended."""
+    if not detail.execution.replay_count or detail.membership is None:
+        return ""
+    for each in detail.membership.upstreams:
+        if each.edge_state == "pending" and each.public_state in _UNSUCCESSFUL:
+            return f". `flowfabric replay {each.execution_id.compact}` reruns {each.name}"
+    return ""
 
 
 def _needed(why: WhyWaiting) -> str:
@@ -220,6 +260,8 @@ def _active(detail: ExecutionDetail, why: WhyWaiting) -> str:
         lost = f"{worker} stopped renewing its lease"
     else:
         return ""
+    if closed := _closed_lane(detail.execution, why):
+        return f"{lost}, and {closed}"
     if why.able_workers:
         return f"{lost}; the next free worker takes it over"
     return f"{lost}, and {_for_worker(detail.execution, why)}"
@@ -233,11 +275,25 @@ def _suspended(detail: ExecutionDetail) -> str:
     if TIMEOUT_ONLY in names:
         return f"it sleeps{until}"
     command = f"`flowfabric approve {detail.execution.execution_id.compact}"
+    if detail.wait is not None and detail.wait.reason == PAUSED_BY_BUDGET:
+        return _stopped_by_budget(detail.execution, detail.wait) + f" with {command}`"
     if OPERATOR_ONLY in names:
         return f"it waits for an operator{until}: {command}` resumes it"
     for_what = describe_waitpoints(active) or "an answer"
     which = "" if len(active) == 1 else " WAITPOINT"
     return f"it waits for {for_what}{until}: answer with {command}{which}`"
+
+
+def _stopped_by_budget(info: ExecutionInfo, wait: LastWait) -> str:
+    try:
+        spent = msgspec.convert(wait.details, StoppedByBudget)
+    except msgspec.ValidationError:
+        return "its budget stopped it. Raise the limit or reset the budget, then resume it"
+    at = f"{spent.used:,} of {spent.limit:,} {spent.dimension}"
+    change = _raise(spent.budget, spent.dimension, _namespace_option(info))
+    return (
+        f"budget {spent.budget} stopped it at {at}. Raise the limit with {change}, then resume it"
+    )
 
 
 def _for_worker(info: ExecutionInfo, why: WhyWaiting) -> str:
@@ -258,22 +314,31 @@ def _which_worker(info: ExecutionInfo, why: WhyWaiting) -> str:
     if why.unknown_task is not None:
         offered = f"; last offered to {why.offered_to}" if why.offered_to else ""
         problem = f"no live worker knows task {why.unknown_task}{offered}"
-        return f"{problem}: start one that does with `flowfabric worker module:app --lanes {lane}`"
-    problem, option = f"no live worker serves lane {lane}", f"--lanes {lane}"
+        return f"{problem}: start one that does with {_worker_command(info)}"
+    problem = f"no live worker serves lane {lane}"
     if not why.live_workers and why.in_lane:
-        return (
-            f"{_serve(why.in_lane)} lane {lane}, but none serves namespace {info.namespace}: start "
-            f"one with `flowfabric worker module:app --lanes {lane} --namespace {info.namespace}`"
-        )
-    if needs:
-        problem += f" and offers {', '.join(needs)}"
-        option = f"--capabilities {','.join(needs)}"
-    if why.live_workers and why.missing_capabilities:
+        others = f"{_serve(why.in_lane)} lane {lane}"
+        problem = f"{others}, but none serves namespace {info.namespace}"
+    elif why.live_workers and why.missing_capabilities:
         lacks = ", ".join(why.missing_capabilities)
         problem = f"{_serve(why.live_workers)} lane {lane}, but the best match lacks {lacks}"
         if why.closest_workers:
             problem += f" ({', '.join(why.closest_workers[:_NAMED])})"
-    return f"{problem}: start one with `flowfabric worker module:app {option}`"
+    elif needs:
+        problem += f" and offers {', '.join(needs)}"
+    return f"{problem}: start one with {_worker_command(info)}"
+
+
+def _worker_command(info: ExecutionInfo) -> str:
+    """What starts a worker that could take the execution."""
+    options = f"--lanes {quote(info.lane_id)}"
+    if info.required_capabilities:
+        options += f" --capabilities {quote(','.join(info.required_capabilities))}"
+    return f"`flowfabric worker module:app {options}{_namespace_option(info)}`"
+
+
+def _namespace_option(info: ExecutionInfo) -> str:
+    return "" if info.namespace == "default" else f" --namespace {quote(info.namespace)}"
 
 
 def _serve(workers: int) -> str:

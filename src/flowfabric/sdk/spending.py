@@ -14,6 +14,8 @@ from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.budgets import Amounts
 
 _COUNTED = ("input_tokens", "output_tokens", "wall_ms")
+PAUSED_BY_BUDGET = "paused_by_budget"
+"""Why a task that a hard limit suspended waits."""
 _MODES = ("strict", "hard", "warn")
 ACTIONS = ("fail", "suspend", "reject")
 """What a task may do when it exceeds a hard limit."""
@@ -40,6 +42,15 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
             if count := check.whole(getattr(self, name), name, 0):
                 found[name] = found.get(name, 0) + count
         return found
+
+
+class StoppedByBudget(msgspec.Struct, frozen=True):
+    """The details of the wait of a task that a hard limit suspended."""
+
+    budget: str
+    dimension: str
+    used: int
+    limit: int
 
 
 def exceeded(budget: str, breach: contracts.HardBreach) -> BudgetExceeded:

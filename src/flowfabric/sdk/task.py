@@ -4,6 +4,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Self
 
+import msgspec
+
 from flowfabric.core.conditions import Condition, Single
 from flowfabric.core.contracts import budgets, executions, leases, streams, suspension
 from flowfabric.core.contracts.flows import GraphEdge, GraphNode, Spawned
@@ -21,7 +23,13 @@ from flowfabric.engine.api.streams import FrameWriter
 from flowfabric.sdk.attempt import HeldAttempt
 from flowfabric.sdk.failures import describe
 from flowfabric.sdk.logs import log_task
-from flowfabric.sdk.spending import Usage, exceeded, spent_and_key
+from flowfabric.sdk.spending import (
+    PAUSED_BY_BUDGET,
+    StoppedByBudget,
+    Usage,
+    exceeded,
+    spent_and_key,
+)
 
 log = logging.getLogger(__name__)
 
@@ -289,7 +297,14 @@ class ClaimedTask(HeldAttempt):
         if outcome.action != "suspend":
             raise error
         prompt = f"{error.details[0]}. Raise the limit or reset the budget, then resume."
-        await self.suspend(Single("budget"), reason_code="paused_by_budget", prompt=prompt)
+        used, limit = outcome.current_usage, outcome.hard_limit
+        about = StoppedByBudget(budget, outcome.dimension, used, limit)
+        await self.suspend(
+            Single("budget"),
+            reason_code=PAUSED_BY_BUDGET,
+            prompt=prompt,
+            details=msgspec.to_builtins(about),
+        )
         raise Parked
 
     def _budget_id(self, budget: str) -> str:

@@ -1,5 +1,6 @@
 """`flowfabric budgets`, and `budget show`, `create`, `raise`, `reset` and `delete`."""
 
+import re
 from contextlib import suppress
 from typing import Annotated
 
@@ -18,12 +19,12 @@ from flowfabric.engine.paging import read_every
 from flowfabric.sdk.spending import ACTIONS, BudgetCalls
 
 _DEFAULT = "default"
+_limit = re.compile(r".+=[0-9]+(_[0-9]+)*")
 
 
 def _parse_limit(text: str) -> str:
     """`<dimension>=<whole number>`."""
-    name, _, number = text.partition("=")
-    if not name or not number.replace("_", "").isdecimal():
+    if _limit.fullmatch(text) is None:
         raise typer.BadParameter(f"expected a limit such as tokens=1000, got {text!r}")
     return text
 

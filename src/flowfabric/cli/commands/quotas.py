@@ -42,14 +42,18 @@ async def quotas(target: Deployment) -> None:
         print_json(*found)
     elif found:
         ordered = sorted(found, key=lambda each: (each.name, each.quota_policy_id))
-        Screen().table([_row(each) for each in ordered])
+        # Every namespace has names of its own.
+        repeated = len({each.label for each in found}) < len(found)
+        Screen().table([_row(each, with_id=repeated) for each in ordered])
     else:
         Screen().line("No quotas. Create one with: flowfabric quota create NAME --max-requests N")
 
 
-def _row(quota: QuotaStatus) -> Row:
+def _row(quota: QuotaStatus, *, with_id: bool) -> Row:
+    identity: Row = {"ID": quota.quota_policy_id} if with_id else {}
     return {
-        "QUOTA": (quota.name or quota.quota_policy_id, "bold"),
+        "QUOTA": (quota.label, "bold"),
+        **identity,
         "REQUESTS": _rate(quota),
         "RUNNING": _running(quota),
         "NEXT START": _next_start(quota),

@@ -36,13 +36,17 @@ def print_budgets(found: Sequence[BudgetStatus]) -> None:
     if not found:
         Screen().line("No budgets.")
         return
-    Screen().table([row for status in found for row in _rows(status)])
+    # Every namespace has names of its own.
+    repeated = len({status.label for status in found}) < len(found)
+    Screen().table([row for each in found for row in _rows(each, with_id=repeated)])
 
 
-def _rows(status: BudgetStatus) -> list[Row]:
+def _rows(status: BudgetStatus, *, with_id: bool) -> list[Row]:
+    identity: Row = {"ID": status.budget_id} if with_id else {}
     return [
         {
             "BUDGET": (status.label, "bold"),
+            **identity,
             "DIMENSION": name or "-",
             "USED": (f"{status.usage.get(name, 0):,}", _style(status, name)),
             "HELD": f"{status.reserved.get(name, 0):,}",

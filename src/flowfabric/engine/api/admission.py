@@ -37,6 +37,8 @@ class BlockedExecution(Candidate, frozen=True):
     """An execution that waits for a budget or a quota policy."""
 
     retry_at: int | None = None
+    lane_closed: bool = False
+    """Whether its lane gives out nothing now."""
 
 
 def headroom_of(status: QuotaStatus) -> int | None:

@@ -13,6 +13,8 @@ WorkPlace = tuple[str, str]
 
 
 LANE_STATES = ("active", "paused", "draining", "disabled")
+CLOSED_STATES = ("paused", "disabled")
+"""A lane in one of these gives out nothing."""
 PLACEMENTS = ("pinned", "spread")
 
 

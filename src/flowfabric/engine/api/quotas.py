@@ -31,8 +31,9 @@ class Quotas(Concern, Protocol):
     run changes nothing, so it may arrive late.
     """
 
-    on_quota_opened: Callable[[str, int], Awaitable[None]] | None = None
-    """Gets a policy for which executions wait, and how many of them it admits now."""
+    on_quota_opened: Callable[[str, int | None], Awaitable[None]] | None = None
+    """Gets a policy for which executions wait, and how many of them it admits now; None if its
+    window has moved on, so that each may start at its own time."""
 
     async def create_quota_policy(
         self,

@@ -23,6 +23,7 @@ from flowfabric.engine.api.admission import (
 )
 from flowfabric.engine.api.budgets import Budgets
 from flowfabric.engine.api.executions import BATCH
+from flowfabric.engine.api.places import CLOSED_STATES
 from flowfabric.engine.api.quotas import Quotas
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, as_stored, at_once, decoding, refused
@@ -34,7 +35,7 @@ from flowfabric.engine.valkey.record import Record
 from flowfabric.engine.valkey.returns import Returns
 
 log = logging.getLogger(__name__)
-_UNBLOCKED = (b"waiting", b"cancelled")
+_UNBLOCKED = (b"waiting", b"closed", b"cancelled")
 _REFUSALS = frozenset(
     {
         *("execution_not_found", "execution_not_active", "execution_not_eligible"),
@@ -65,14 +66,14 @@ class ValkeyAdmission(AdmissionControl):
         quotas.on_quota_opened = self._quota_opened
 
     async def read_candidates(self, ids: Sequence[ExecutionId]) -> list[Candidate | EngineError]:
-        weights = _LaneWeights(self._calls)
+        lanes = _Lanes(self._calls)
 
         async def read(execution_id: ExecutionId) -> Candidate | EngineError:
             try:
                 record = await Record.read(self._calls, self._calls.checked(execution_id))
                 if record is None:
                     return NotFoundError("execution_not_found", op="read_candidates")
-                return await weights.candidate(record)
+                return await lanes.candidate(record)
             except EngineError as error:
                 return error
 
@@ -174,15 +175,16 @@ class ValkeyAdmission(AdmissionControl):
     async def read_blocked(
         self, tag: str, ids: Sequence[str], reason: str
     ) -> list[BlockedExecution]:
-        weights = _LaneWeights(self._calls)
+        lanes = _Lanes(self._calls)
 
         async def read(member: str) -> BlockedExecution | None:
             try:
                 record = await Record.read(self._calls, ExecutionId.trusted(member))
                 if record is None or record.state_vector.blocking_reason != BlockingReason(reason):
                     return None
-                found = msgspec.structs.astuple(await weights.candidate(record))
-                return BlockedExecution(*found, retry_at=record.retry_at)
+                found = msgspec.structs.astuple(await lanes.candidate(record))
+                closed = await lanes.is_closed(record)
+                return BlockedExecution(*found, retry_at=record.retry_at, lane_closed=closed)
             except EngineError as error:
                 log.debug("%s stays blocked: %s", member, error)
                 return None
@@ -215,8 +217,11 @@ class ValkeyAdmission(AdmissionControl):
     async def _budget_opened(self, budget_id: str) -> None:
         await self.open_budget(budget_id)
 
-    async def _quota_opened(self, quota_policy_id: str, headroom: int) -> None:
-        await self._let_go(quota_policy_id, headroom)
+    async def _quota_opened(self, quota_policy_id: str, headroom: int | None) -> None:
+        if headroom is None:
+            await self.open_quota(quota_policy_id)
+        else:
+            await self._let_go(quota_policy_id, headroom)
 
     async def _let_go(self, quota_policy_id: str, headroom: int) -> bool:
         """Let go of up to `headroom` executions that wait for a policy; whether more may wait."""
@@ -233,18 +238,20 @@ class ValkeyAdmission(AdmissionControl):
 
         Jitter gives each its own time, so that they do not all start when the window opens.
         """
-        now = await self._calls.server_time_ms()
-        due, ahead = list[ExecutionId](), list[int]()
+        now, ahead = await self._calls.server_time_ms(), list[int]()
+        due: Sequence[ExecutionId] = ()
         cursor: str | None = ""
-        while cursor is not None and len(due) < headroom:
+        while cursor is not None and headroom > 0:
             page = await self._quotas.blocked(quota_policy_id, _PAGE, cursor)
             cursor = page.next_cursor
             times = await self._retry_times(page.entries)
             ahead += [at for at in times.values() if at > now]
-            due += [each for each in page.entries if times.get(each, 0) <= now]
-        await self._quotas.forget_blocked(quota_policy_id, due[:headroom])
-        await self._release(due[:headroom], FOR_QUOTA)
-        if cursor is not None or len(due) > headroom:
+            due = [each for each in page.entries if times.get(each, 0) <= now]
+            while due and headroom > 0:
+                some, due = due[:headroom], due[headroom:]
+                await self._quotas.forget_blocked(quota_policy_id, some)
+                headroom -= await self._release(some, FOR_QUOTA)
+        if cursor is not None or due:
             return _SOON_MS
         return min(ahead) - now if ahead else None
 
@@ -259,15 +266,15 @@ class ValkeyAdmission(AdmissionControl):
         return {each.execution_id: each.retry_at or 0 for part in found for each in part}
 
     async def _release(self, ids: Sequence[ExecutionId], reason: str) -> int:
-        """Let executions go that still wait for this reason; returns how many."""
+        """Let executions go that still wait for this reason; returns how many may start now.
+
+        Those of a closed lane would keep the room that opened, and nobody else would get it.
+        """
         by_tag: dict[str, list[ExecutionId]] = {}
         for each in ids:
             by_tag.setdefault(each.tag, []).append(each)
-        released = 0
-        for tag, members in by_tag.items():
-            outcomes = await self.unblock_many(tag, members, reason)
-            released += sum(outcome is None for outcome in outcomes)
-        return released
+        answers = [await self._unblock(tag, "", reason, members) for tag, members in by_tag.items()]
+        return sum(part.count(b"waiting") for part in answers)
 
     async def confirm(self, claimed: Mapping[str, Sequence[Slot]]) -> None:
         """Keep the slots of claimed runs, by quota policy. The next renewal repeats it."""
@@ -305,28 +312,34 @@ class ValkeyAdmission(AdmissionControl):
         return await self._returns.deliver(tag) > 0
 
 
-class _LaneWeights:
-    """What one point of priority is worth in each lane, read once."""
+class _Lanes:
+    """What matters here of the settings of lanes, read once."""
 
     def __init__(self, calls: FunctionCalls) -> None:
         self._calls = calls
-        self._known: dict[str, int] = {}
+        self._known: dict[str, Stored] = {}
 
     async def candidate(self, record: Record) -> Candidate:
         """What a record says about admission, with its place in the order of its lane."""
         place, priority = record.number("created_at"), record.number("priority", 0)
         if priority:
-            place -= priority * await self._weight(record.execution_id.tag, record.lane_id)
+            # What one point of priority is worth.
+            weight = (await self._settings(record)).number("priority_weight_ms", _PRIORITY_WEIGHT)
+            place -= priority * weight
         named = record.budget_ids, record.quota_policy_id
         return Candidate(record.execution_id, *named, place, record.run + 1)
 
-    async def _weight(self, tag: str, lane_id: str) -> int:
-        key, name = keys.lane(tag, lane_id, "config"), "priority_weight_ms"
+    async def is_closed(self, record: Record) -> bool:
+        """Whether the lane of an execution gives out nothing now."""
+        return (await self._settings(record)).text("state", "active") in CLOSED_STATES
+
+    async def _settings(self, record: Record) -> Stored:
+        tag, lane_id = record.execution_id.tag, record.lane_id
+        key, names = keys.lane(tag, lane_id, "config"), ("state", "priority_weight_ms")
         if key not in self._known:
             context = f"lane {lane_id} of {tag}"
-            row = await self._calls.read(f"{context}: config", "HMGET", key, name)
-            stored = Stored.from_row(context, [name], row)
-            self._known[key] = stored.number(name, _PRIORITY_WEIGHT)
+            row = await self._calls.read(f"{context}: config", "HMGET", key, *names)
+            self._known[key] = Stored.from_row(context, names, row)
         return self._known[key]
 
 

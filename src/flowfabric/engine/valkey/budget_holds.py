@@ -169,7 +169,7 @@ class BudgetHolds:
         if not names:
             return []
         tag, context = self._tag(budget_id), f"budget {budget_id}"
-        ids = [name.rpartition(" ")[2] for name in names]
+        ids = [name.partition(" ")[2] for name in names]
         key = keys.budget_part(tag, budget_id, "holds")
         held: list[bytes | None] = await self._calls.read(f"{context}: holds", "HMGET", key, *ids)
         found: list[contracts.BudgetHolder] = []

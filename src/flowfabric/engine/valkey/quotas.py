@@ -331,23 +331,21 @@ class ValkeyQuotas(Quotas):
             timer = asyncio.get_running_loop().create_task(self._reopen(quota_policy_id, wait_ms))
             self._timers[quota_policy_id] = timer
             timer.add_done_callback(lambda _: self._timers.pop(quota_policy_id, None))
-        if headroom <= 0:
-            return
+        if headroom > 0:
+            await self._tell(quota_policy_id, headroom)
+
+    async def _reopen(self, quota_policy_id: str, wait_ms: int) -> None:
+        await asyncio.sleep((wait_ms + 1) / 1000)
+        await self._tell(quota_policy_id, None)
+
+    async def _tell(self, quota_policy_id: str, headroom: int | None) -> None:
         try:
-            await self.on_quota_opened(quota_policy_id, headroom)
+            if self.on_quota_opened is not None:
+                await self.on_quota_opened(quota_policy_id, headroom)
         except EngineError as error:
             log.debug(
                 "cannot release executions that wait for quota %s: %s", quota_policy_id, error
             )
-
-    async def _reopen(self, quota_policy_id: str, wait_ms: int) -> None:
-        await asyncio.sleep((wait_ms + 1) / 1000)
-        try:
-            status = await self.get_quota_status(quota_policy_id)
-        except EngineError as error:
-            log.debug("cannot read quota %s again: %s", quota_policy_id, error)
-            return
-        await self._open(quota_policy_id, status.headroom)
 
     async def aclose(self) -> None:
         """Stop waiting for windows to have a place."""

@@ -2,8 +2,9 @@
 -- Keys: core, flow core, lane blocked:*, lane eligible.
 -- Arguments: request id or empty (a repeated request gets the same answer), the reason that they
 --   must be blocked for or empty, then execution ids.
--- Replies per execution: `waiting` | `cancelled` (a member of a cancelled flow) | [0, code, detail...];
---   then what the call did for other members.
+-- Replies per execution: `waiting` | `closed` (waiting too, but its lane gives out nothing now; only
+--   without a request id) | `cancelled` (a member of a cancelled flow) | [0, code, detail...]; then
+--   what the call did for other members.
 -- Errors: execution_not_found, execution_not_eligible; of the whole call: batch_too_large.
 -- Events: operator_unblocked, completion (a member of a cancelled flow); rings the doorbell.
 local function unblock(c, id, request, expected)
@@ -13,7 +14,8 @@ local function unblock(c, id, request, expected)
   if before then return before end
   local problem, state = admission.unblock(c, id, rec, expected)
   if problem then return problem end
-  if request ~= '' then operator.remember(c, id, rec, request, state) end
+  if request == '' then return state == 'waiting' and c:is_closed(rec.lane_id) and 'closed' or state end
+  operator.remember(c, id, rec, request, state)
   return state
 end
 
