@@ -256,16 +256,6 @@ async def test_decided_joins_that_a_reconciler_checks(engine: Engine, meter: Met
     assert meter.numbers["ff_sibling_cancel_reconcile_total"] == {("no_op",): 1}
 
 
-async def test_usage_reports_by_result(engine: Engine, meter: Meter) -> None:
-    budgets, handle = engine.backend.budgets, await engine.running()
-    team = await new_budget(engine.backend, {"tokens": 100})
-    for tokens in (60, 60):
-        await budgets.report_usage(handle, team, {"tokens": tokens})
-    await refused(budgets.report_usage(handle, new_uuid(), {"tokens": 1}), "budget_not_found")
-    reports = meter.numbers["ff_budget_report_total"]
-    assert reports == {("ok",): 1, ("hard_breach",): 1, ("budget_not_found",): 1}
-
-
 async def test_a_shutdown_that_runs_out_of_time(engine: Engine, meter: Meter) -> None:
     backend = engine.backend
     with backend.stream_pool.permit(waits=False):
