@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import gc
+import io
 import json
 import os
 import selectors
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -136,8 +139,14 @@ def _serve(path: str) -> bool:
 if __name__ == "__main__":
     from flowfabric.__main__ import main
     from flowfabric.cli.main import COMMANDS
+    from flowfabric.cli.main import main as run
 
     for module, _ in COMMANDS.values():
         import_module(f"flowfabric.cli.commands.{module}")
+    # Typer imports Pydantic when it first reads an option: 0.1 s that every fork would spend.
+    with redirect_stdout(io.StringIO()), suppress(SystemExit):
+        run(["version"])
+    # Collecting garbage would copy every page that a fork shares with this process.
+    gc.freeze()
     if _serve(sys.argv[1]):
         main()
