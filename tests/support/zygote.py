@@ -109,31 +109,41 @@ def _serve(path: str) -> bool:
         selector.register(sys.stdin, selectors.EVENT_READ)
         print("ready", flush=True)  # noqa: T201 - the parent waits for it
         while True:
-            for key, _ in selector.select():
-                if key.fileobj is sys.stdin:
-                    return False
-                if key.fileobj is not listener:
-                    pid, link = running.pop(key.fd)
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
-                    _, status = os.waitpid(pid, 0)
+            # One at a time: each may end what the next one is about.
+            key, _ = selector.select()[0]
+            if key.fileobj is sys.stdin:
+                return False
+            if key.data is not None:
+                # The test gave the command up; its end follows.
+                selector.unregister(key.fileobj)
+                os.kill(key.data, signal.SIGKILL)
+                continue
+            if key.fileobj is not listener:
+                pid, link = running.pop(key.fd)
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                _, status = os.waitpid(pid, 0)
+                with suppress(KeyError):
+                    selector.unregister(link)
+                with suppress(BrokenPipeError):
                     link.send(str(status).encode())
-                    link.close()
-                    continue
-                link, _ = listener.accept()
-                request, streams, _, _ = socket.recv_fds(link, _MOST, 2)
-                if (pid := os.fork()) == 0:
-                    selector.close()
-                    link.close()
-                    for _, other in running.values():
-                        other.close()
-                    _become(request, streams)
-                    return True
-                for stream in streams:
-                    os.close(stream)
-                ended = os.pidfd_open(pid)
-                running[ended] = pid, link
-                selector.register(ended, selectors.EVENT_READ)
+                link.close()
+                continue
+            link, _ = listener.accept()
+            request, streams, _, _ = socket.recv_fds(link, _MOST, 2)
+            if (pid := os.fork()) == 0:
+                selector.close()
+                link.close()
+                for _, other in running.values():
+                    other.close()
+                _become(request, streams)
+                return True
+            for stream in streams:
+                os.close(stream)
+            ended = os.pidfd_open(pid)
+            running[ended] = pid, link
+            selector.register(ended, selectors.EVENT_READ)
+            selector.register(link, selectors.EVENT_READ, pid)
 
 
 if __name__ == "__main__":
