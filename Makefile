@@ -55,7 +55,7 @@ types: setup ## strict type check
 	@$(BIN)/basedpyright
 
 unit: setup ## every test but the long failure runs
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not chaos"
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not chaos"
 
 chaos: setup ## the long failure runs
 	$(BIN)/python -m pytest -m chaos --timeout 900
