@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -23,6 +24,12 @@ settings.load_profile("flowfabric")
 
 include_test_functions()
 move_clock()
+
+
+def pytest_collection_finish() -> None:
+    """Spare garbage collections the ten thousand collected tests: each took 0.2 s over them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

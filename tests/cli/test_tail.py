@@ -19,9 +19,10 @@ from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.address import parse_url
-from tests.support.command import COMMAND, Cli
+from tests.support.command import COMMAND, PATIENCE_S, Cli
 from tests.support.engine import Engine
 from tests.support.executions import promote
+from tests.support.sdk import until
 from tests.support.server import TestServer
 from tests.support.suspension import Waits
 
@@ -275,3 +276,22 @@ async def test_mistakes(cli: Cli, engine: Engine, arguments: tuple[str, ...], sa
     assert done.out == ""
     assert done.err.startswith(said)
     assert "\nhint: " in done.err
+
+
+async def test_a_test_that_gives_a_command_up_ends_it(cli: Cli, engine: Engine) -> None:
+    """And only this one: the next test starts commands as before."""
+
+    async def tails() -> bool:
+        clients: Any = await engine.backend.transport.call("CLIENT", "LIST")
+        return b"cmd=xread" in clients
+
+    async def ended() -> bool:
+        return not await tails()
+
+    handle = await engine.running()
+    tail = asyncio.create_task(cli("tail", handle.execution_id))
+    await until(tails, "a tail", PATIENCE_S)
+    tail.cancel()
+    await asyncio.wait([tail])
+    await until(ended, "its end", PATIENCE_S)
+    assert (await cli("version")).code == 0

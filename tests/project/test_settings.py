@@ -115,7 +115,7 @@ def dry_run(target: str) -> str:
 @pytest.mark.parametrize(
     ("target", "commands"),
     [
-        ("test", ("ruff check", "ruff format", "basedpyright", "pytest -n 3", "--require-hashes")),
+        ("test", ("ruff check", "ruff format", "basedpyright", "pytest -n 4", "--require-hashes")),
         ("demo", ("-m examples.demo", "--require-hashes")),
         ("setup", ("-m venv", "--editable .")),
         ("chaos", ("pytest -m chaos",)),

@@ -203,6 +203,7 @@ def report(wrong: list[str]) -> str:
 
 
 @pytest.mark.corrupts
+@pytest.mark.timeout(180)
 async def test_answers_are_as_documented(http: Http, engine: Engine) -> None:
     known = await furnished(engine)
     wrong = await asyncio.to_thread(run, http.address, known, 2, None)

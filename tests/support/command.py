@@ -21,7 +21,7 @@ from tests.support import zygote
 
 COMMAND = Path(sys.executable).with_name("flowfabric")
 PATIENCE_S = 40
-_FORKED_WITH = ("FF_", "COLUMNS")
+_FORKED_WITH = ("FF_", "COLUMNS", "COMP_", "_FLOWFABRIC_COMPLETE", "_TYPER_COMPLETE")
 """Variables that a command reads when it runs; others already shape the start of Python."""
 
 
@@ -98,7 +98,7 @@ class Cli:
 
     async def __call__(self, *arguments: str, **variables: str) -> Done:
         """Run it to its end."""
-        if "FF_URL" in self.environment and all(v.startswith(_FORKED_WITH) for v in variables):
+        if all(name.startswith(_FORKED_WITH) for name in variables):
             return await self._fork(arguments, variables)
         process = await asyncio.create_subprocess_exec(
             COMMAND,

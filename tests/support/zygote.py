@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import gc
+import io
 import json
 import os
 import selectors
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -106,38 +109,54 @@ def _serve(path: str) -> bool:
         selector.register(sys.stdin, selectors.EVENT_READ)
         print("ready", flush=True)  # noqa: T201 - the parent waits for it
         while True:
-            for key, _ in selector.select():
-                if key.fileobj is sys.stdin:
-                    return False
-                if key.fileobj is not listener:
-                    pid, link = running.pop(key.fd)
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
-                    _, status = os.waitpid(pid, 0)
+            # One at a time: each may end what the next one is about.
+            key, _ = selector.select()[0]
+            if key.fileobj is sys.stdin:
+                return False
+            if key.data is not None:
+                # The test gave the command up; its end follows.
+                selector.unregister(key.fileobj)
+                os.kill(key.data, signal.SIGKILL)
+                continue
+            if key.fileobj is not listener:
+                pid, link = running.pop(key.fd)
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                _, status = os.waitpid(pid, 0)
+                with suppress(KeyError):
+                    selector.unregister(link)
+                with suppress(BrokenPipeError):
                     link.send(str(status).encode())
-                    link.close()
-                    continue
-                link, _ = listener.accept()
-                request, streams, _, _ = socket.recv_fds(link, _MOST, 2)
-                if (pid := os.fork()) == 0:
-                    selector.close()
-                    link.close()
-                    for _, other in running.values():
-                        other.close()
-                    _become(request, streams)
-                    return True
-                for stream in streams:
-                    os.close(stream)
-                ended = os.pidfd_open(pid)
-                running[ended] = pid, link
-                selector.register(ended, selectors.EVENT_READ)
+                link.close()
+                continue
+            link, _ = listener.accept()
+            request, streams, _, _ = socket.recv_fds(link, _MOST, 2)
+            if (pid := os.fork()) == 0:
+                selector.close()
+                link.close()
+                for _, other in running.values():
+                    other.close()
+                _become(request, streams)
+                return True
+            for stream in streams:
+                os.close(stream)
+            ended = os.pidfd_open(pid)
+            running[ended] = pid, link
+            selector.register(ended, selectors.EVENT_READ)
+            selector.register(link, selectors.EVENT_READ, pid)
 
 
 if __name__ == "__main__":
     from flowfabric.__main__ import main
     from flowfabric.cli.main import COMMANDS
+    from flowfabric.cli.main import main as run
 
     for module, _ in COMMANDS.values():
         import_module(f"flowfabric.cli.commands.{module}")
+    # Typer imports Pydantic when it first reads an option: 0.1 s that every fork would spend.
+    with redirect_stdout(io.StringIO()), suppress(SystemExit):
+        run(["version"])
+    # Collecting garbage would copy every page that a fork shares with this process.
+    gc.freeze()
     if _serve(sys.argv[1]):
         main()

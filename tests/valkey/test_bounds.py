@@ -15,7 +15,7 @@ from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import parse_policy
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.api.executions import PART, Completion
 from flowfabric.engine.valkey import keys
 from tests.support import lua_keys
 from tests.support.engine import LANE, Engine
@@ -77,7 +77,9 @@ async def test_a_reclaimed_execution_takes_its_signature_along(engine: Engine) -
 
 
 async def test_a_lane_has_a_limited_number_of_signatures(engine: Engine) -> None:
-    many = [new(engine, requiring(f"c{n}")) for n in range(SIGNATURES + 1)]
+    await engine.create(policy=requiring("first"))
+    many = [new(engine, requiring(f"c{n}")) for n in range(SIGNATURES)]
+    assert len(many) <= PART, "one call must fill the lane"
     outcomes = await engine.backend.executions.create_many(many)
     refused = [each for each in outcomes if isinstance(each, EngineError)]
     assert [(each.code, each.details) for each in refused] == [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
+
 from flowfabric.core.contracts.flows import AnyOf, FlowGraph, GraphEdge, GraphNode
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.executions import Completion
@@ -54,6 +56,7 @@ async def run_layer(engine: Engine, flow: TestFlow) -> None:
     await drained(engine, flow.tag)
 
 
+@pytest.mark.timeout(180)
 async def test_ten_thousand_members_and_fifty_thousand_edges(engine: Engine) -> None:
     await without_followups(engine)
     flows = engine.backend.flows
