@@ -233,9 +233,7 @@ async def test_a_connection_whose_body_is_late_makes_room_for_others(
         assert await is_closed(reader)
 
 
-@pytest.mark.parametrize(
-    ("setting", "rest"), [("BODY_TIMEOUT_S", b"{"), ("KEEP_ALIVE_S", b"{}")]
-)
+@pytest.mark.parametrize(("setting", "rest"), [("BODY_TIMEOUT_S", b"{"), ("KEEP_ALIVE_S", b"{}")])
 async def test_a_refused_request_whose_body_still_arrives_does_not_keep_the_connection(
     serve: Serving, monkeypatch: pytest.MonkeyPatch, setting: str, rest: bytes
 ) -> None:
