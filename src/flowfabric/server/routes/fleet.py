@@ -128,7 +128,7 @@ def _position(cursor: str, kind: type[P]) -> P | None:
         raw = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
         return msgspec.json.decode(raw, type=kind)
     except (ValueError, msgspec.MsgspecError):
-        raise Problem("invalid_cursor", "is not a cursor of this listing") from None
+        raise Problem("invalid_cursor", "cursor: must be one that this listing returned") from None
 
 
 class NamespaceQuery(msgspec.Struct, frozen=True, kw_only=True):

@@ -192,7 +192,7 @@ def _opened(flow_id: str, cursor: str) -> str:
             return last
     except (ValueError, ValidationError):
         pass
-    raise Problem("invalid_cursor", "is not a cursor of this listing")
+    raise Problem("invalid_cursor", "cursor: must be one that this listing returned")
 
 
 async def _member_ids(call: Call[Any, Any], flow_id: str) -> list[ExecutionId]:
