@@ -232,11 +232,7 @@ def _known(name: str, where: str) -> bool:
 
 
 def misspelled(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Variables that are no setting, each with the setting whose name is almost the same.
-
-    >>> misspelled({"FF_LISTN_ADDR": ":80", "FF_OF_ANOTHER_PROGRAM": "1"})
-    [('FF_LISTN_ADDR', 'FF_LISTEN_ADDR')]
-    """
+    """Variables that are no setting, each with the setting whose name is almost the same."""
     others = {name for name in environ if name.startswith("FF_")} - set(NAMES)
     found = ((name, get_close_matches(name, NAMES, 1, _ALIKE)) for name in sorted(others))
     return [(name, meant[0]) for name, meant in found if meant]
