@@ -230,6 +230,11 @@ async def test_shells_complete_commands_options_and_states(bare: Cli, shell: str
     assert f"complete_{shell}" in script.out
 
 
+async def test_a_group_without_a_command_prints_its_help(bare: Cli) -> None:
+    alone, asked = await bare("lane"), await bare("lane", "--help")
+    assert (alone.code, alone.err, alone.out) == (0, "", asked.out)
+
+
 async def test_a_typing_mistake_as_json(bare: Cli) -> None:
     done = await bare("ps", "--json", "--state", "actve")
     assert (done.code, done.out) == (2, "")

@@ -6,11 +6,13 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from flowfabric.cli.logs import JsonFormatter, TextFormatter
-from flowfabric.cli.views.screen import published
+from flowfabric.cli.views.screen import Row, Screen, published
 from flowfabric.cli.views.text import clean, json_line, preview, short_length
 from flowfabric.core.text import age, clock, duration, plural
 
@@ -61,6 +63,21 @@ def test_clean_escapes_whatever_is_not_text() -> None:
     assert clean("naïve 漢字 [bold]") == "naïve 漢字 [bold]"
     assert clean("one\ntwo", keep="\n") == "one\ntwo"
     assert clean(HOSTILE) == ("a\\x1b[31m\\r\\n\\x00\\x9b\\u202e\\u2028\\u2067\\U000e0001\\t")
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"), [(70, "KEY B LAST"), (60, "KEY LAST"), (20, "KEY LAST")]
+)
+def test_a_narrow_terminal_drops_optional_columns_and_cuts_nothing(width: int, shown: str) -> None:
+    screen, written = Screen(), StringIO()
+    screen.console = Console(width=width, file=written, force_terminal=True, color_system=None)
+    screen.terminal = True
+    row: Row = {"KEY": "k" * 39, "A": "a" * 39, "B": "b" * 20, "LAST": "the-end"}
+    screen.table([row], optional=("A", "B"))
+    header, first, *rest = written.getvalue().splitlines()
+    assert header.split() == shown.split()
+    assert first.split()[0] == row["KEY"]
+    assert "".join([first.split()[-1], *map(str.strip, rest)]) == "the-end"
 
 
 def test_json_is_one_line_of_text_with_the_same_value() -> None:

@@ -16,14 +16,18 @@ from flowfabric.core.contracts.leases import Claim, Granted, Revoked
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.connect import ServerLocation
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scanners.supervisor import ScannerSupervisor
+from flowfabric.server.config import ServerConfig
+from flowfabric.server.process import ServerProcess
 from flowfabric.valkey.address import Address, parse_url
 from flowfabric.valkey.connection import Reply, dial
 from tests.docs.markdown import ROOT
 from tests.support.acl import PAGE, documented_users, login
 from tests.support.cluster import TestCluster
+from tests.support.http import Http
 from tests.support.server import TestServer, free_port
 
 WORKER: Any = {"worker_id": "w", "worker_instance_id": "w-1"}
@@ -248,6 +252,34 @@ async def test_the_users_can_work_within_limits(deployment: Deployment) -> None:
         supervisor = ScannerSupervisor(backend, ScannerSettings())
         for name in supervisor.status():
             assert (await supervisor.scan_once(name)).errors == 0
+    assert await deployment.refusals() <= OPTIONAL
+
+
+async def test_the_operator_can_run_the_server(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FF_FLOW_PARTITIONS", "16")
+    config = ServerConfig(listen=("127.0.0.1", 0), has_hmac_secret=True)
+    location = ServerLocation(deployment.url("ff-operator"))
+    server = await ServerProcess.start(config, location)
+    try:
+        http = Http(server.address)
+        body = {"namespace": "default", "execution_kind": "resize"}
+        sent = [await http.post("/v1/executions", body, idempotency_key="a") for _ in range(2)]
+        assert [answer.status for answer in sent] == [201, 201]
+        assert sent[1].headers["idempotency-replayed"] == "true"
+        claim = {"worker_instance_id": "w-1", "tasks": ["resize"]}
+        answer = await http.post("/v1/remote/claim?wait_ms=10000", claim)
+        (claimed,) = answer.json["claims"]
+        done = {"items": [{"handle": claimed["handle"], "result_b64": "e30="}]}
+        assert (await http.post("/v1/remote/complete", done)).json["results"][0]["status"] == 200
+        for path in ("/readyz", "/metrics", "/v1/admin/scanners", "/v1/admin/waitpoint-kids"):
+            assert (await http.get(path)).status == 200, path
+        secret = {"new_kid": "k2", "new_secret_hex": "cd" * 32}
+        rotated = await http.post("/v1/admin/rotate-waitpoint-secret", secret)
+        assert (rotated.status, rotated.json["failed"]) == (200, [])
+    finally:
+        await server.stop()
     assert await deployment.refusals() <= OPTIONAL
 
 

@@ -233,6 +233,36 @@ async def test_a_connection_whose_body_is_late_makes_room_for_others(
         assert await is_closed(reader)
 
 
+@pytest.mark.parametrize(("setting", "rest"), [("BODY_TIMEOUT_S", b"{"), ("KEEP_ALIVE_S", b"{}")])
+async def test_a_refused_request_whose_body_still_arrives_does_not_keep_the_connection(
+    serve: Serving, monkeypatch: pytest.MonkeyPatch, setting: str, rest: bytes
+) -> None:
+    monkeypatch.setattr(f"flowfabric.server.listener.{setting}", 0.05)
+    async with serve() as http, connected(http) as (reader, writer):
+        writer.write(b"POST /nope HTTP/1.1\r\nhost: t\r\ncontent-length: 2\r\n\r\n")
+        status, headers = await read_head(reader)
+        await reader.readexactly(int(headers["content-length"]))
+        writer.write(rest)
+        assert (status, await reader.read()) == (404, b"")
+
+
+async def test_the_connection_of_a_refused_request_serves_the_next_one(
+    serve: Serving, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = f"{PATH}/{await engine.create()}/state?wait_ms=1500"
+    monkeypatch.setattr("flowfabric.server.listener.KEEP_ALIVE_S", 1)
+    monkeypatch.setattr("flowfabric.server.listener.BODY_TIMEOUT_S", 1)
+    async with serve() as http, connected(http) as (reader, writer):
+        writer.write(b"POST /nope HTTP/1.1\r\nhost: t\r\ncontent-length: 2\r\n\r\n")
+        _, headers = await read_head(reader)
+        await reader.readexactly(int(headers["content-length"]))
+        # In one part: no timer of the refused request ends the one that follows.
+        writer.write(f"{{}}GET {path} HTTP/1.1\r\nhost: t\r\n\r\n".encode())
+        status, headers = await read_head(reader)
+        body = await reader.readexactly(int(headers["content-length"]))
+        assert (status, body) == (200, b'"waiting"')
+
+
 async def test_clients_that_leave_in_the_middle_of_a_body_hold_nothing(
     serve: Serving, engine: Engine
 ) -> None:

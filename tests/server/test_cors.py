@@ -56,16 +56,19 @@ async def test_a_list_allows_its_origins(serve: Serving, settings: dict[str, Any
             assert (asked.status, "x-request-id" in asked.headers) == (200, True)
             assert cors_headers(asked) == {
                 "access-control-allow-origin": OURS,
+                "access-control-expose-headers": "*",
                 "vary": "origin",
                 "access-control-allow-methods": "GET, POST, PUT, DELETE",
                 "access-control-allow-headers": f"{ALWAYS}, authorization" if settings else ALWAYS,
             }
             other = await preflight(http, path, method, THEIRS)
             assert "access-control-allow-origin" not in other.headers
+            assert "access-control-expose-headers" not in other.headers
             assert other.headers["vary"] == "origin"
         for origin, allowed in ((OURS, OURS), (THEIRS, None), ("", None)):
             answer = await http.get("/livez", origin=origin)
             assert answer.headers.get("access-control-allow-origin") == allowed
+            assert ("access-control-expose-headers" in answer.headers) == (allowed is not None)
             assert answer.headers["vary"] == "origin"
             assert "access-control-allow-credentials" not in answer.headers
 

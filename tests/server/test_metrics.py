@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -10,6 +11,7 @@ from flowfabric import observability
 from flowfabric.engine.label_budget import LABEL_SETS
 from flowfabric.engine.metrics import Meter
 from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.observability.gauges import Gauges
 from tests.server.conftest import Serving
 from tests.support.engine import Engine, prepared_backend
 from tests.support.http import Http
@@ -62,6 +64,23 @@ async def test_it_needs_no_token_and_refusals_count(serve: Serving, meter: Meter
         assert (await http.get("/metrics")).status == 200
         assert (await http.get("/v1/executions")).status == 401
     assert meter.numbers[REQUESTS] == {("GET", "/v1/executions", "401"): 1}
+
+
+async def test_a_stalled_valkey_does_not_hide_what_the_process_counts(
+    http: Http, meter: Meter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = asyncio.Event()
+
+    async def stall(gauges: Gauges) -> None:
+        await released.wait()
+
+    monkeypatch.setattr(Gauges, "refresh", stall)
+    monkeypatch.setattr("flowfabric.observability.exposition._REFRESH_S", 0.01)
+    await http.get("/nope")
+    page = await http.get("/metrics")
+    assert page.status == 200
+    assert f'{REQUESTS}{{method="GET",path="unknown",status="404"}}' in page.body.decode()
+    released.set()
 
 
 async def test_an_unknown_method_is_not_a_label(http: Http, meter: Meter) -> None:

@@ -121,6 +121,33 @@ def test_the_policy_is_the_struct_that_validates() -> None:
     }
 
 
+async def test_known_words_are_listed_and_others_are_refused(http: Http) -> None:
+    schemas = DOCUMENT["components"]["schemas"]
+
+    def listed(schema: str, field: str) -> list[str]:
+        found = schemas[schema]["properties"][field]
+        (words,) = (each["enum"] for each in found.get("anyOf", [found]) if "enum" in each)
+        return words
+
+    kinds = ["success_only", "terminal", "failure_only"]
+    for schema, field in (("EdgeBody", "kind"), ("DependsOn", "kind")):
+        assert listed(schema, field) == kinds
+    for schema in ("StageEdge", "ApplyEdge"):
+        assert listed(schema, "dependency_kind") == kinds
+    assert listed("JoinBody", "kind") == ["all_of", "any_of", "quorum"]
+    assert listed("JoinBody", "on_satisfied") == ["cancel_remaining", "let_run"]
+    assert listed("BlockRequest", "reason") == ["paused_by_operator"]
+    assert "escalate" in listed("SuspendItem", "timeout_behavior")
+    for field, path in (("state", "state"), ("placement", "config")):
+        schema = "LaneState" if field == "state" else "LaneConfig"
+        for word in listed(schema, field):
+            assert (await http.put(f"/v1/lanes/mails/{path}", {field: word})).status == 200
+        answer = await http.put(f"/v1/lanes/mails/{path}", {field: "another"})
+        assert answer.kind == (400, "invalid_input")
+    policy = schemas["CancelFlow"]["properties"]["cancellation_policy"]
+    assert policy["description"].endswith("other text means `flow_only`.")
+
+
 @pytest.mark.parametrize(
     ("noun", "given", "fits"),
     [

@@ -116,6 +116,13 @@ async def test_check_config_prints_json_and_warns_of_a_missing_tokens_file(
         assert (await http.get("/v1/executions")).status == 401
 
 
+async def test_a_misspelled_variable_is_a_warning(cli: Cli) -> None:
+    variables = {"FF_LISTN_ADDR": "127.0.0.1:9", "FF_WAITPOINT_TOKEN": "k1:0", "FF_FOX": "1"}
+    done = await cli("server", "--check-config", **variables)
+    said = "FF_LISTN_ADDR is not a setting; did you mean FF_LISTEN_ADDR?"
+    assert done.out == f"warning: {said}\nThe settings are valid.\n"
+
+
 async def test_with_json_every_line_is_an_object(cli: Cli) -> None:
     async with cli.start("server", "--listen", "127.0.0.1:0", "--json") as server:
         ready = json.loads(await server.line('"action":"server_ready"'))

@@ -44,7 +44,8 @@ class EventSession(requests.Session):
 
     def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
         answer = super().send(request, **options | {"stream": True})
-        if answer.headers["content-type"].startswith("text/event-stream"):
+        # 204 has none.
+        if answer.headers.get("content-type", "").startswith("text/event-stream"):
             if "/v1/events" not in answer.url:
                 assert next(answer.iter_lines(chunk_size=1)) == b"event: state", answer.url
             answer.close()

@@ -134,18 +134,22 @@ def load_command(name: str) -> Any:
     module = import_module(f"flowfabric.cli.commands.{COMMANDS[name][0]}")
     run = getattr(module, name.replace("-", "_"))
     if isinstance(run, Mapping):
-        group = typer.Typer(
-            add_completion=False, no_args_is_help=True, help=COMMANDS[name][1], **_SETTINGS
-        )
+        group = typer.Typer(add_completion=False, help=COMMANDS[name][1], **_SETTINGS)
         for each, part in cast("Mapping[str, Any]", run).items():
             shared = with_shared_options(part) if iscoroutinefunction(part) else part
             group.command(each, cls=Command)(shared)
         # With a callback, a group of one command stays a group.
-        group.callback()(lambda: None)
+        group.callback(invoke_without_command=True)(_show_help)
         return typer.main.get_command(group)
     single = typer.Typer(add_completion=False, **_SETTINGS)
     single.command(name, cls=Command)(with_shared_options(run) if iscoroutinefunction(run) else run)
     return typer.main.get_command(single)
+
+
+def _show_help(context: typer.Context) -> None:
+    """Print the help of a group that was called without a command."""
+    if context.invoked_subcommand is None:
+        sys.stdout.write(f"{context.get_help()}\n")
 
 
 app = typer.Typer(

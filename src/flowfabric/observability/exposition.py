@@ -90,9 +90,18 @@ def render() -> bytes:
     return generate_latest(REGISTRY)
 
 
+_reading: set[asyncio.Task[None]] = set()
+
+
 async def scrape(gauges: Gauges) -> bytes:
-    """Read the gauges of the deployment, then `render`."""
-    await gauges.refresh()
+    """Read the gauges of the deployment, then `render`. Gauges that are slow keep their values."""
+    reading = asyncio.create_task(gauges.refresh(), name="ff-gauges")
+    # Not cancelled when it is late: a large deployment may always need longer.
+    _reading.add(reading)
+    reading.add_done_callback(_reading.discard)
+    await asyncio.wait({reading}, timeout=_REFRESH_S)
+    if reading.done():
+        reading.result()
     return render()
 
 

@@ -2,13 +2,14 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_args
 
 import msgspec
 
+from flowfabric.core.contracts.flows import DependencyKind
 from flowfabric.core.errors import ValidationError
 from flowfabric.core.ids import ExecutionId, canonical_uuid
 from flowfabric.core.policy import ExecutionPolicy, parse_policy
@@ -21,6 +22,14 @@ U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 I32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 I64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _U64_MAX = 2**64 - 1
+
+
+def words(known: Iterable[str]) -> msgspec.Meta:
+    """What a text may be, for OpenAPI: a rule checks it, so that another is 400 (10 §2.5)."""
+    return msgspec.Meta(extra_json_schema={"enum": list(known)})
+
+
+EdgeKind = Annotated[str, words(get_args(DependencyKind))]
 # JSON Schema knows no end of text, and a plain $ would let a final line break pass.
 _LANE = r"^[ -~]{1,64}$(?!\n)"
 LaneName = Annotated[str, msgspec.Meta(pattern=_LANE)]

@@ -23,6 +23,8 @@ from flowfabric.server.error_reports import DSN, check_error_reports
 
 DEFAULT_PORT = 9090
 FILE_VARIABLE = "FF_CONFIG_FILE"
+_ALIKE = 0.85
+"""How similar a name must be to be taken for a misspelled setting."""
 _U32 = 2**32 - 1
 _U64 = 2**64 - 1
 Source = Literal["default", "file", "environment", "flag"]
@@ -208,7 +210,8 @@ def load_file(path: Path) -> dict[str, str]:
     try:
         found = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError("config", f"cannot read {path}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError("config", f"cannot read {path}: {reason or error}") from error
     return {name: _text(name, value) for name, value in found.items() if _known(name, str(path))}
 
 
@@ -226,6 +229,13 @@ def _known(name: str, where: str) -> bool:
     [meant] = get_close_matches(name, NAMES, 1) or [""]
     advice = f"; did you mean {meant}?" if meant else ""
     raise ConfigError("config", f"{where}: there is no setting {name!r}{advice}")
+
+
+def misspelled(environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Variables that are no setting, each with the setting whose name is almost the same."""
+    others = {name for name in environ if name.startswith("FF_")} - set(NAMES)
+    found = ((name, get_close_matches(name, NAMES, 1, _ALIKE)) for name in sorted(others))
+    return [(name, meant[0]) for name, meant in found if meant]
 
 
 def _text(name: str, value: Any) -> str:

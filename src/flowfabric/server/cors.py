@@ -11,6 +11,8 @@ VARIABLE = "FF_CORS_ORIGINS"
 _is_header_value = re.compile(r"[\x20-\x7e]+").fullmatch
 Header = tuple[bytes, bytes]
 _VARY: Header = (b"vary", b"origin")
+_EXPOSED: Header = (b"access-control-expose-headers", b"*")
+"""Pages may read every header of an answer, such as `Retry-After` and `X-FF-Public-State`."""
 
 
 def parse_origins(text: str | None) -> frozenset[str] | None:
@@ -43,13 +45,10 @@ class Cors:
     def headers(self, origin: bytes | None) -> list[Header]:
         """Headers of every answer to a request of this origin."""
         if self._origins is None:
-            return [
-                (b"access-control-allow-origin", b"*"),
-                (b"access-control-expose-headers", b"*"),
-            ]
+            return [(b"access-control-allow-origin", b"*"), _EXPOSED]
         if origin is None or origin.decode("latin-1") not in self._origins:
             return [_VARY]
-        return [(b"access-control-allow-origin", origin), _VARY]
+        return [(b"access-control-allow-origin", origin), _EXPOSED, _VARY]
 
     def preflight(self, method: str, headers: Mapping[bytes, bytes]) -> list[Header] | None:
         """The headers of the answer to a preflight; None if the request is no preflight."""

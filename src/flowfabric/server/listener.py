@@ -13,6 +13,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from flowfabric.core.errors import ConfigError
 from flowfabric.server.app import ServerApp
+from flowfabric.server.exchange import BODY_TIMEOUT_S
 
 HEAD_TIMEOUT_S = 15.0
 """How long a client may take from connecting, or from its first byte, to the end of the headers."""
@@ -20,7 +21,8 @@ MAX_HEAD_BYTES = 65_536
 MAX_CONNECTIONS = 4096
 """How many connections may be open; fewer if the process may not open so many files."""
 _OTHER_FILES = 512
-_KEEP_ALIVE_S = 75
+KEEP_ALIVE_S = 75
+"""How long a connection may be idle between two requests."""
 _BACKLOG = 2048
 # A peer that vanished, or does not read, is given up after a minute (Linux; elsewhere the defaults
 # of the system apply). Accepted connections inherit these.
@@ -87,10 +89,10 @@ class BoundedProtocol(HttpToolsProtocol):
             transport.write(_FULL)
             transport.close()
             return
-        self._await_head()
+        self._set_deadline(HEAD_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end_head()
+        self._end_deadline()
         if self._entered:
             self._entered = False
             self._all.leave(self)
@@ -111,7 +113,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self._in_head:
             if self._deadline is None:
-                self._await_head()
+                self._set_deadline(HEAD_TIMEOUT_S)
             # Before this part is counted: its end may already belong to the body.
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse_head()
@@ -127,7 +129,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse_head()
             raise ValueError("the request line and headers are too long")
         self._in_head = False
-        self._end_head()
+        self._end_deadline()
+        self._unset_keepalive_if_required()
         self._all.idle.pop(self, None)
         super().on_headers_complete()
 
@@ -135,21 +138,30 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._in_head = True
         self._head_bytes = 0
+        self._end_deadline()
+        if self.cycle.response_complete:
+            # A refused body. Its data ended uvicorn's wait for the next request.
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         # Of pipelined requests, the next one has begun.
         if self._entered and self.cycle.response_complete:
             self._all.idle[self] = None
+            if not self._in_head:
+                # The rest of a refused body is read and dropped, so that the client can read why.
+                self._set_deadline(BODY_TIMEOUT_S)
 
     def _head_size(self) -> int:
         lines = sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
         return len(self.url) + lines
 
-    def _await_head(self) -> None:
-        self._deadline = self.loop.call_later(HEAD_TIMEOUT_S, self._too_slow)
+    def _set_deadline(self, seconds: float) -> None:
+        self._deadline = self.loop.call_later(seconds, self._too_slow)
 
-    def _end_head(self) -> None:
+    def _end_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -160,7 +172,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._socket.close()
 
     def _refuse_head(self) -> None:
-        self._end_head()
+        self._end_deadline()
         self._socket.write(
             b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
             b"content-length: 0\r\nconnection: close\r\n\r\n"
@@ -182,7 +194,7 @@ class Listener(uvicorn.Server):
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
         super().__init__(config)
         self._socket = bound

@@ -233,7 +233,7 @@ async def test_a_missing_route_is_an_older_server() -> None:
     error = await refusal(answer(404, b'{"error":"not found"}'))
     assert isinstance(error, UnavailableError)
     assert error.op == "paint"
-    assert "install the same version there" in str(error)
+    assert "has the same version of FlowFabric" in str(error)
 
 
 async def test_another_service_is_named() -> None:

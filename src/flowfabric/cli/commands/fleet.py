@@ -18,7 +18,7 @@ from flowfabric.cli.options import (
     value,
 )
 from flowfabric.cli.session import NoDataYet, open_backend
-from flowfabric.cli.views.lanes import STATE_STYLES, lane_row
+from flowfabric.cli.views.lanes import OPTIONAL_COLUMNS, STATE_STYLES, lane_row
 from flowfabric.cli.views.screen import Row, Screen, print_json, print_result
 from flowfabric.core.text import age, plural
 from flowfabric.engine.api.places import PLACEMENTS, LaneDetail, PartitionLoad
@@ -39,7 +39,8 @@ async def workers(target: Target, *, lane: options.Lane = None) -> None:
             now = await backend.meta.server_time_ms()
             found = await backend.workers.list_workers(target.namespace, limit=None)
     found = [worker for worker in found if lane is None or lane in worker.lanes]
-    _print(target, found, [_worker_row(worker, now) for worker in found], "No worker is running.")
+    rows = [_worker_row(worker, now) for worker in found]
+    _print(target, found, rows, "No worker is running.", ("UP", "NAMESPACE", "CAPABILITIES"))
 
 
 def _worker_row(worker: WorkerEntry, now_ms: int) -> Row:
@@ -73,7 +74,8 @@ async def lanes(target: Deployment, *, partitions: _Partitions = False) -> None:
     with suppress(NoDataYet):
         async with open_backend(target) as backend:
             found = await read_lanes(backend)
-    _print(target, found, [lane_row(entry) for entry in found], "No lanes yet.")
+    rows = [lane_row(entry) for entry in found]
+    _print(target, found, rows, "No lanes yet.", OPTIONAL_COLUMNS)
 
 
 async def _partitions(target: Deployment) -> None:
@@ -233,10 +235,16 @@ async def drain_worker(
     print_result(result, told, as_json=target.as_json)
 
 
-def _print(target: Target, found: Sequence[object], rows: Sequence[Row], nothing: str) -> None:
+def _print(
+    target: Target,
+    found: Sequence[object],
+    rows: Sequence[Row],
+    nothing: str,
+    optional: Sequence[str] = (),
+) -> None:
     if target.as_json:
         print_json(*found)
     elif rows:
-        Screen().table(rows)
+        Screen().table(rows, optional)
     else:
         Screen().line(nothing)

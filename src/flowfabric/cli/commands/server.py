@@ -22,7 +22,7 @@ from flowfabric.core.text import shown
 from flowfabric.engine.connect import ServerLocation, check_environment
 from flowfabric.server import config as settings
 from flowfabric.server.auth import read_tokens
-from flowfabric.server.config import ServerConfig
+from flowfabric.server.config import ServerConfig, misspelled
 from flowfabric.server.process import ServerProcess
 
 log = logging.getLogger(__name__)
@@ -40,11 +40,15 @@ def check_settings() -> ServerConfig:
 
 def _warnings(config: ServerConfig) -> list[str]:
     """What is allowed, but probably a mistake."""
+    found = [
+        f"{shown(name)} is not a setting; did you mean {meant}?"
+        for name, meant in misspelled(os.environ)
+    ]
     path = config.tokens_file
-    if path is None or path.exists():
-        return []
-    text = f"FF_API_TOKENS_FILE: {shown(str(path))} does not exist, so no token of it is valid."
-    return [f"{text} Create one with: flowfabric tokens create"]
+    if path is not None and not path.exists():
+        text = f"FF_API_TOKENS_FILE: {shown(str(path))} does not exist, so no token of it is valid."
+        found.append(f"{text} Create one with: flowfabric tokens create")
+    return found
 
 
 def server(

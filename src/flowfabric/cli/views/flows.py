@@ -145,7 +145,7 @@ def count_states(states: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {state}" for state, count in counts)
 
 
-def _fitted(detail: FlowDetail, screen: Screen, *, full: bool) -> list[Row]:
+def _fitted(detail: FlowDetail, screen: Screen, *, full: bool) -> Sequence[Row]:
     tree = tree_of(detail, fold=not full)
     single = [line.members[0].execution_id.uuid for line in tree.lines if len(line.members) == 1]
     length = short_length(single) if screen.terminal else None

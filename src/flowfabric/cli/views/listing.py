@@ -1,7 +1,7 @@
 """What `flowfabric ps` prints."""
 
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Group
@@ -32,7 +32,7 @@ def print_listing(listing: ExecutionListing, *, filtered: bool) -> None:
         screen.table(_rows(listing, None))
 
 
-def _fitted(listing: ExecutionListing, screen: Screen) -> list[Row]:
+def _fitted(listing: ExecutionListing, screen: Screen) -> Sequence[Row]:
     length = short_length(row.execution_id.uuid for row in listing.rows)
     return drop_columns(_rows(listing, length), _OPTIONAL_COLUMNS, screen.console.width)
 

@@ -120,10 +120,15 @@ class Screen:
         """Print one line of styled pieces, without wrapping it."""
         self.console.print(Text.assemble(*(_text(cell) for cell in cells)), soft_wrap=True)
 
-    def table(self, rows: Sequence[Row]) -> None:
-        """Print a table. A pipe gets all text, without colours."""
+    def table(self, rows: Sequence[Row], optional: Sequence[str] = ()) -> None:
+        """Print a table. A narrow terminal gets no optional columns; a pipe gets all text."""
         if self.terminal:
-            self.console.print(self.render_table(rows, wrap=True))
+            fitted = drop_columns(rows, optional, self.console.width)
+            table = self.render_table(fitted, wrap=True)
+            if (width := _least_width(fitted)) > self.console.width:
+                # Rich would leave columns out; the terminal wraps what does not fit.
+                table.width = width
+            self.console.print(table, crop=False)
             return
         widths = _widths(rows)
         for cells in (widths, *(map(_plain, row.values()) for row in rows)):
@@ -169,15 +174,19 @@ class Screen:
                 sys.stdout.write(f"  {line}\n")
 
 
-def drop_columns(rows: list[Row], optional: Sequence[str], width: int) -> list[Row]:
+def drop_columns(rows: Sequence[Row], optional: Sequence[str], width: int) -> Sequence[Row]:
     """Drop optional columns, in the order given, until the table fits the width."""
     for dropped in optional:
-        *others, last = _widths(rows).items() or [("", 0)]
-        # The last column can be folded down to the width of its header.
-        if sum(min(needed, _MAX_WIDTH) + 2 for _, needed in others) + len(last[0]) <= width:
+        if _least_width(rows) <= width:
             break
         rows = [{name: cell for name, cell in row.items() if name != dropped} for row in rows]
     return rows
+
+
+def _least_width(rows: Sequence[Row]) -> int:
+    """The width of a table whose last column is folded down to its header."""
+    *others, last = _widths(rows).items() or [("", 0)]
+    return sum(min(needed, _MAX_WIDTH) + 2 for _, needed in others) + len(last[0])
 
 
 def _widths(rows: Sequence[Row]) -> dict[str, int]:

@@ -7,7 +7,7 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from flowfabric.cli.views.lanes import lane_row
+from flowfabric.cli.views.lanes import OPTIONAL_COLUMNS, lane_row
 from flowfabric.cli.views.screen import Row, Screen, drop_columns, id_cell
 from flowfabric.core.text import age, clock, plural
 from flowfabric.engine.api.upkeep import Leader
@@ -71,7 +71,7 @@ def sections(frame: TopFrame) -> list[Section]:
     suspended = overview.total("suspended")
     waiting = f"Waiting for an answer ({suspended:,})" if suspended else "Waiting for an answer"
     return [
-        Section("Lanes", lanes, "No lanes yet.", ("FINISHED", "WORKERS", "BLOCKED", "DELAYED")),
+        Section("Lanes", lanes, "No lanes yet.", OPTIONAL_COLUMNS),
         Section(
             f"Workers ({len(workers):,})" if workers else "Workers",
             workers,
@@ -173,12 +173,10 @@ def print_frame(frame: TopFrame, where: str) -> None:
         screen.line(line)
     for section in sections(frame):
         screen.section(section.title)
-        if not section.rows:
-            screen.line(section.otherwise)
-        elif screen.terminal:
-            screen.table(drop_columns(section.rows, section.optional, screen.console.width))
+        if section.rows:
+            screen.table(section.rows, section.optional)
         else:
-            screen.table(section.rows)
+            screen.line(section.otherwise)
 
 
 def render(frame: TopFrame | str, where: str, screen: Screen) -> RenderableType:

@@ -20,7 +20,7 @@ MAX_KEY_BYTES = 256
 Binding = FreshWaitpoint | UsePending
 _FLAGS = [field.name for field in msgspec.structs.fields(ResumePolicy) if field.type is bool]
 _REQUESTERS = ("worker", "operator", "policy", "system_timeout_policy")
-_BEHAVIORS = (
+TIMEOUT_BEHAVIORS = (
     *("fail", "cancel", "expire", "auto_resume", "auto_resume_with_timeout_signal"),
     "escalate",
 )
@@ -69,7 +69,7 @@ class Suspensions(Concern, Protocol):
         repeat_key = identity if idempotency_key is None else idempotency_key
         pointer = continuation_metadata_pointer
         options: dict[str, Any] = {
-            "timeout_behavior": check.one_of(behavior, "timeout_behavior", _BEHAVIORS),
+            "timeout_behavior": check.one_of(behavior, "timeout_behavior", TIMEOUT_BEHAVIORS),
             "behavior_given": timeout_behavior is not None,
             "requested_by": check.one_of(requested_by, "requested_by", _REQUESTERS),
             "idem": validate_text(repeat_key, "idempotency_key"),

@@ -82,7 +82,9 @@ class FeedCursor(msgspec.Struct, frozen=True):
                     return cls(base, {f"{_FAMILIES[f]}:{n}": (ms, seq) for f, n, ms, seq in listed})
         except (struct.error, IndexError, ValueError):
             pass
-        raise ValidationError("invalid_cursor", "is not a cursor of this subscription")
+        raise ValidationError(
+            "invalid_cursor", "cursor: must be one of an event of this subscription"
+        )
 
 
 def numbered(feed: str) -> str:

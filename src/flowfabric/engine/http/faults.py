@@ -133,8 +133,9 @@ def _unexpected(answer: Answer, address: ServerAddress, op: str) -> EngineError:
     """An answer that is no envelope: no such route, a proxy, or another service."""
     status = answer.status
     if status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED) and _envelope(answer.body):
-        problem = f"the server at {address.url} does not offer it; install the same version there"
-        return UnavailableError("unavailable", f"{op}: {problem}", op=op)
+        problem = f"{address.url} returned {status} {_phrase(status)} for {op}"
+        advice = "check the address, and that the server has the same version of FlowFabric"
+        return UnavailableError("unavailable", f"{problem}; {advice}", op=op)
     said = f"{address.url} returned {status} {_phrase(status)}"
     if target := answer.headers.get("location"):
         return ServerFault("protocol", f"{said}: it moved to {target}; use that address", op=op)

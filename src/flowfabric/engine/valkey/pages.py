@@ -100,4 +100,6 @@ def reading_cursor() -> Generator[None]:
     try:
         yield
     except (ValueError, EngineError) as error:
-        raise ValidationError("invalid_cursor", "is not a cursor of this listing") from error
+        raise ValidationError(
+            "invalid_cursor", "cursor: must be one that this listing returned"
+        ) from error

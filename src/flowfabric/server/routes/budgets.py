@@ -1,6 +1,6 @@
 """Budgets and quota policies (10 §3.5, §3.7)."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -18,15 +18,24 @@ from flowfabric.server.wire import Reply, answer, struct, variant
 routes = Routes()
 
 
+def _described(text: str) -> msgspec.Meta:
+    return msgspec.Meta(description=text)
+
+
+_Mode = Annotated[str, _described("`strict` or `warn`; other text means `strict`.")]
+_OnHardLimit = Annotated[str, _described("`fail`, `suspend` or `reject`; other text means `fail`.")]
+_OnSoftLimit = Annotated[str, _described("`warn` or `allow`; other text means `warn`.")]
+
+
 class CreateBudget(msgspec.Struct, frozen=True, kw_only=True):
     """A budget; the three lists are parallel, and 0 means no limit."""
 
     budget_id: Uuid
     scope_type: str
     scope_id: str
-    enforcement_mode: str
-    on_hard_limit: str
-    on_soft_limit: str
+    enforcement_mode: _Mode
+    on_hard_limit: _OnHardLimit
+    on_soft_limit: _OnSoftLimit
     reset_interval_ms: U64
     dimensions: list[str]
     hard_limits: list[U64]
@@ -144,9 +153,9 @@ class UpdateBudget(OfBudget, frozen=True, kw_only=True):
     hard_limits: dict[str, U64] | None = None
     soft_limits: dict[str, U64] | None = None
     reset_interval_ms: U64 | None = None
-    enforcement_mode: str | None = None
-    on_hard_limit: str | None = None
-    on_soft_limit: str | None = None
+    enforcement_mode: _Mode | None = None
+    on_hard_limit: _OnHardLimit | None = None
+    on_soft_limit: _OnSoftLimit | None = None
     dedup_ttl_ms: U64 | None = None
 
 

@@ -1,7 +1,7 @@
 """Grants for workers that claim through the server, and holding executions back (10 §3.3)."""
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -17,7 +17,7 @@ from flowfabric.core.ids import (
 from flowfabric.engine.api import check
 from flowfabric.engine.api.claims import GrantOptions
 from flowfabric.scheduler.grant_search import GrantRequest
-from flowfabric.server.bodies import U64, OfExecution
+from flowfabric.server.bodies import U64, OfExecution, words
 from flowfabric.server.calls import Call
 from flowfabric.server.exchange import ClientGone
 from flowfabric.server.problems import Problem
@@ -157,7 +157,7 @@ async def issue_reclaim_grant(call: Call[ReclaimBody, NoQuery]) -> Reply:
 class BlockRequest(OfExecution, frozen=True, kw_only=True):
     """Why an operator blocks an execution."""
 
-    reason: str | None = None
+    reason: Annotated[str, words((_PAUSED,))] | None = None
     reason_detail: str | None = None
 
 

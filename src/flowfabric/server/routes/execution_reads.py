@@ -264,7 +264,7 @@ async def list_steps(call: Call[None, PageQuery]) -> Reply:
     """List what the handlers of an execution recorded, in the order in which they did."""
     execution_id, cursor = await call.execution(), call.query.cursor
     if cursor and not _is_step_cursor(cursor):
-        raise Problem("invalid_cursor", "is not a cursor of this listing")
+        raise Problem("invalid_cursor", "cursor: must be one that this listing returned")
     after = int(cursor[1:]) if cursor else 0
     page = await call.backend.steps.read_steps(execution_id, after, call.query.size)
     following = None if page.next_after_seq is None else f"s{page.next_after_seq}"

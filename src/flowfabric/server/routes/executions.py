@@ -18,6 +18,7 @@ from flowfabric.server.bodies import (
     U16,
     U32,
     U64,
+    EdgeKind,
     LaneName,
     Numbers,
     OfExecution,
@@ -40,7 +41,7 @@ class DependsOn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """An edge from an existing member of the flow to the new one."""
 
     upstream: ExecutionId
-    kind: str | None = None
+    kind: EdgeKind | None = None
     input_name: str | None = None
     data_passing_ref: str | None = None
     edge_id: Uuid | None = None

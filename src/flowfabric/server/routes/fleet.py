@@ -1,14 +1,14 @@
 """Lanes, workers and leases (10 §3.7)."""
 
 import base64
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from flowfabric.engine.api.leases import ExpiredLease
-from flowfabric.engine.api.places import LaneDetail
+from flowfabric.engine.api.places import LANE_STATES, PLACEMENTS, LaneDetail
 from flowfabric.engine.api.workers import Draining, NotRegistered, WorkerEntry, WorkerLease
-from flowfabric.server.bodies import U32, U64, OfInstance, OfLane
+from flowfabric.server.bodies import U32, U64, OfInstance, OfLane, words
 from flowfabric.server.calls import Call
 from flowfabric.server.problems import Problem
 from flowfabric.server.queries import AnyLimit, NoQuery, PageQuery
@@ -39,7 +39,7 @@ async def read_lane(call: Call[None, NoQuery]) -> Reply:
 class LaneState(OfLane, frozen=True, kw_only=True):
     """The new state of a lane."""
 
-    state: str
+    state: Annotated[str, words(LANE_STATES)]
     reason: str | None = None
 
 
@@ -55,7 +55,7 @@ async def set_lane_state(call: Call[LaneState, NoQuery]) -> Reply:
 class LaneConfig(OfLane, frozen=True, kw_only=True):
     """Settings of a lane to change; at least one."""
 
-    placement: str | None = None
+    placement: Annotated[str, words(PLACEMENTS)] | None = None
     shards: U32 | None = None
     priority_weight_ms: U64 | None = None
     reclaim_grace_ms: U64 | None = None
@@ -128,7 +128,7 @@ def _position(cursor: str, kind: type[P]) -> P | None:
         raw = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
         return msgspec.json.decode(raw, type=kind)
     except (ValueError, msgspec.MsgspecError):
-        raise Problem("invalid_cursor", "is not a cursor of this listing") from None
+        raise Problem("invalid_cursor", "cursor: must be one that this listing returned") from None
 
 
 class NamespaceQuery(msgspec.Struct, frozen=True, kw_only=True):

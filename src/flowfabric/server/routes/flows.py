@@ -13,7 +13,7 @@ from flowfabric.core.errors import NotFoundError, TimeoutError_, ValidationError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.flows import FlowFilter
-from flowfabric.server.bodies import U64, OfFlow, Uuid
+from flowfabric.server.bodies import U64, EdgeKind, OfFlow, Uuid
 from flowfabric.server.calls import Call
 from flowfabric.server.problems import Problem, problem_of
 from flowfabric.server.queries import NoQuery, PageQuery, Partition, WaitQuery, between
@@ -192,7 +192,7 @@ def _opened(flow_id: str, cursor: str) -> str:
             return last
     except (ValueError, ValidationError):
         pass
-    raise Problem("invalid_cursor", "is not a cursor of this listing")
+    raise Problem("invalid_cursor", "cursor: must be one that this listing returned")
 
 
 async def _member_ids(call: Call[Any, Any], flow_id: str) -> list[ExecutionId]:
@@ -262,7 +262,7 @@ class StageEdge(msgspec.Struct, frozen=True, kw_only=True):
     upstream_execution_id: ExecutionId
     downstream_execution_id: ExecutionId
     expected_graph_revision: U64 | None = None
-    dependency_kind: str | None = None
+    dependency_kind: EdgeKind | None = None
     data_passing_ref: str | None = None
     input_name: str | None = None
 
@@ -298,7 +298,7 @@ class ApplyEdge(msgspec.Struct, frozen=True, kw_only=True):
     downstream_execution_id: ExecutionId | None = None
     upstream_execution_id: ExecutionId | None = None
     graph_revision: U64 | None = None
-    dependency_kind: str | None = None
+    dependency_kind: EdgeKind | None = None
     data_passing_ref: str | None = None
 
 
@@ -328,12 +328,20 @@ async def apply_edge(call: Call[ApplyEdge, NoQuery]) -> Reply:
     return answer(variant(outcome, "resolution", "graph_revision", "cascade"))
 
 
+_Policy = Annotated[
+    str,
+    msgspec.Meta(
+        description="`cancel_all`, `cancel_pending` or `flow_only`; other text means `flow_only`."
+    ),
+]
+
+
 class CancelFlow(msgspec.Struct, frozen=True, kw_only=True):
     """How a flow is cancelled."""
 
     flow_id: Uuid
     reason: str
-    cancellation_policy: str
+    cancellation_policy: _Policy
     grace_ms: U64 | None = None
 
 

@@ -1,6 +1,6 @@
 """Whole graphs in one call, and the policies of joins (10 §3.7)."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -11,11 +11,13 @@ from flowfabric.server.bodies import (
     I32,
     I64,
     U32,
+    EdgeKind,
     LaneName,
     Numbers,
     PolicyObject,
     Uuid,
     payload_of,
+    words,
 )
 from flowfabric.server.calls import Call
 from flowfabric.server.problems import invalid
@@ -34,9 +36,9 @@ _ON_SATISFIED = ("cancel_remaining", "let_run")
 class JoinBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The policy of a join."""
 
-    kind: str
+    kind: Annotated[str, words(_KINDS)]
     k: U32 | None = None
-    on_satisfied: str | None = None
+    on_satisfied: Annotated[str, words(_ON_SATISFIED)] | None = None
     spare_shared: bool | None = None
 
     def policy(self, where: str = "") -> JoinPolicy:
@@ -97,7 +99,7 @@ class EdgeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     from_: str = msgspec.field(name="from")
     to: str
-    kind: str | None = None
+    kind: EdgeKind | None = None
     input_name: str | None = None
     data_passing_ref: str | None = None
     edge_id: Uuid | None = None

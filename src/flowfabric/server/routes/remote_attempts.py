@@ -14,7 +14,8 @@ from flowfabric.core.contracts.streams import AppendOutcome, BestEffort, Frame
 from flowfabric.core.contracts.suspension import FreshWaitpoint, ResumePolicy, UsePending
 from flowfabric.core.ids import budget_id, derived_uuid
 from flowfabric.engine.api.streams import AppendOptions
-from flowfabric.server.bodies import I64, U32, U64, Byte, Uuid, payload_of
+from flowfabric.engine.api.suspensions import TIMEOUT_BEHAVIORS
+from flowfabric.server.bodies import I64, U32, U64, Byte, Uuid, payload_of, words
 from flowfabric.server.calls import Call
 from flowfabric.server.problems import invalid
 from flowfabric.server.queries import NoQuery
@@ -137,7 +138,7 @@ class SuspendItem(Attempted, frozen=True, kw_only=True):
     reason_code: str | None = None
     timeout_at: I64 | None = None
     timeout_ms: U64 | None = None
-    timeout_behavior: str | None = None
+    timeout_behavior: Annotated[str, words(TIMEOUT_BEHAVIORS)] | None = None
     resume_delay_ms: U64 | None = None
     prompt: str | None = None
     details: Any = None
