@@ -261,6 +261,8 @@ async def test_readiness_names_what_fails(http: Http, engine: Engine) -> None:
     answer = await http.get("/readyz")
     assert answer.kind == (503, "unavailable")
     assert (answer.json["status"], answer.json["failing"]) == ("not_ready", ["partitions"])
+    # As its class says (10 §5).
+    assert (answer.json["class"], answer.json["retryable"]) == ("terminal", False)
     await engine.backend.transport.call("FUNCTION", "FLUSH")
     assert (await http.get("/readyz")).json["failing"] == ["library", "partitions"]
     await engine.backend.meta.prepare()

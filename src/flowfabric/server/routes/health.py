@@ -52,7 +52,6 @@ async def readyz(call: Call[None, NoQuery]) -> Reply:
             "unavailable",
             ", ".join(failing),
             error="backend op unavailable: readyz",
-            retryable=True,
             fields={"status": "not_ready", "failing": failing},
         )
     return _READY
