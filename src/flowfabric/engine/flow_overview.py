@@ -105,7 +105,7 @@ async def flows_that_start_with(
 
 
 class FlowDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """A flow with its members and edges."""
+    """A flow with its members, in the order in which they joined, and its edges."""
 
     flow: FlowSnapshot
     nodes: list[FlowMember]
@@ -125,6 +125,7 @@ async def read_flow(backend: Backend, flow_id: str, before: FlowDetail | None = 
     members = await read_every(
         lambda cursor: flows.list_members(flow_id, cursor=cursor, limit=_PAGE)
     )
+    members.sort(key=lambda member: member.number)
     edges = (
         before.edges
         if before is not None and same

@@ -176,40 +176,40 @@ class FlowReads:
     ) -> ListingPage[flows.FlowMember]:
         tag = self._tag(flow_id)
         limit = min(check.whole(limit, "limit"), _MAX_PAGE)
-        after = 0
+        start = "-"
         if given_cursor(cursor):
             with reading_cursor():
-                after = int(opened(cursor, 1)[0])
+                start = _after_member(flow_id, tag, cursor)
         if limit <= 0:
             return ListingPage(())
-        rows = await self._members(tag, flow_id, after, limit)
+        rows, more = await self._members(tag, flow_id, start, limit)
         damage = Damage("list_members")
         found = [damage.keep(lambda row=row: _member(row)) for row in rows]
-        more = sealed(text(rows[-1][0])) if len(rows) == limit else None
+        following = sealed(flow_id, text(rows[-1][0])) if more else None
         entries = tuple(member for member in found if member is not None)
-        return ListingPage(entries, more, tuple(damage.found))
+        return ListingPage(entries, following, tuple(damage.found))
 
-    async def _members(self, tag: str, flow_id: str, after: int, limit: int) -> list[Any]:
+    async def _members(
+        self, tag: str, flow_id: str, start: str, limit: int
+    ) -> tuple[list[Any], bool]:
         return await self._calls.ask(
-            *("ff_flow_members", tag, (flow_id, after, limit)),
-            lambda reply: reply[2],
+            *("ff_flow_members", tag, (flow_id, start, limit)),
+            lambda reply: (reply[2], reply[3] == 1),
             op="list_members",
         )
 
     async def _member_rows(self, flow_id: str) -> AsyncIterator[Any]:
-        tag, after = self._tag(flow_id), 0
-        while True:
-            rows = await self._members(tag, flow_id, after, _MEMBERS_AT_ONCE)
+        tag, start, more = self._tag(flow_id), "-", True
+        while more:
+            rows, more = await self._members(tag, flow_id, start, _MEMBERS_AT_ONCE)
             for row in rows:
                 yield row
-            if len(rows) < _MEMBERS_AT_ONCE:
-                return
-            after = int(rows[-1][0])
+            start = f"({text(rows[-1][0])}" if rows else start
 
     async def _member_ids(self, flow_id: str, limit: int | None) -> tuple[ExecutionId, ...]:
         found: list[ExecutionId] = []
         async for row in self._member_rows(flow_id):
-            found.append(ExecutionId.trusted(text(row[1])))
+            found.append(ExecutionId.trusted(text(row[0])))
             if len(found) == limit:
                 break
         return tuple(found)
@@ -359,14 +359,22 @@ def _listing(flow_id: str, raw: Any) -> flows.FlowListing:
     return flow_records.flow_listing(flow_id, stored)
 
 
+def _after_member(flow_id: str, tag: str, cursor: str) -> str:
+    """Where the page of a cursor begins; raises an error for a cursor of another flow."""
+    of, last = opened(cursor, 2)
+    if of != flow_id or ExecutionId.parse(last).tag != tag:
+        raise ValueError(cursor)
+    return f"({last}"
+
+
 def _member(row: Sequence[Any]) -> flows.FlowMember:
-    execution_id = ExecutionId.trusted(text(row[1]))
-    names = ("node", "state", "execution_kind", "deps", "join", "subflow")
-    stored = Stored.from_row(execution_id, names, (*row[2:8], *[None] * 6))
+    execution_id = ExecutionId.trusted(text(row[0]))
+    names = ("number", "node", "state", "execution_kind", "deps", "join", "subflow")
+    stored = Stored.from_row(execution_id, names, (*row[1:8], *[None] * 7))
     vector = StateVector.from_code(stored.text("state"), execution_id)
     return flows.FlowMember(
         execution_id=execution_id,
-        number=int(row[0]),
+        number=stored.number("number"),
         node=stored.text("node", ""),
         public_state=vector.public_state,
         execution_kind=stored.text("execution_kind"),

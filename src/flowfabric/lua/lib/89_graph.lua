@@ -29,10 +29,10 @@ local function grow(c, flow_id, f, name)
   c.grown[flow_id] = true
 end
 
--- Makes an execution a member; its record has the flow's id already.
+-- Makes an execution a member; its record has the flow's id and its number already.
 function graph.add_member(c, flow_id, f, id, rec)
   grow(c, flow_id, f, 'node_count')
-  c:zadd(K.members(c.tag, flow_id), f.node_count, id)
+  c:zadd(K.members(c.tag, flow_id), '0', id)
   if f.parent_execution_id and not rec.out then
     server.call('ZADD', K.exits(c.tag, flow_id), f.node_count, id)
   end
