@@ -38,8 +38,8 @@ function cascade.told(c)
 end
 
 -- What a failed unit is called, so that it can be tried again: parts, joined by `|`.
-function cascade.edge_name(flow_id, edge_id, up, child)
-  return { 'e', flow_id, edge_id, up, child }
+function cascade.edge_name(flow_id, place, up, child)
+  return { 'e', flow_id, place, up, child }
 end
 
 local function name_of(flow_id, id) return flow_id .. '|' .. edges.uuid_of(id) end
@@ -102,7 +102,7 @@ local function feeds_another(c, flow_id, up_id, child)
   local members = server.call('ZRANGE', key, 0, MAX_CHILDREN - 1)
   cascade.spend(c, math.floor(#members / PAGE))
   for _, member in ipairs(members) do
-    local other = edges.id_of(c, string.sub(member, 38))
+    local other = edges.noted(c, member)
     if other ~= child then
       local found = server.call('HMGET', K.core(c.tag, other), 'state', 'deps')
       if found[1] and not S.is_terminal(found[1])
@@ -217,11 +217,13 @@ end
 
 -- Tells one child that one upstream ended. Returns satisfied, impossible, pending, already_fired,
 -- already_resolved or invalid_dependency; and whether the child got the result, or was skipped.
-function cascade.resolve(c, flow_id, edge_id, id, up_id, up)
+function cascade.resolve(c, flow_id, place, id, up_id, up)
   local key, f = K.into(c.tag, flow_id, id), flow.read(c, flow_id)
-  local text = server.call('HGET', key, edge_id)
+  local text = server.call('HGET', key, place)
   local e = text and edges.parse(id, text)
-  if not f or not e or e.state == 'g' then return 'invalid_dependency' end
+  if not f or not e or e.state == 'g' or e.upstream ~= edges.uuid_of(up_id) then
+    return 'invalid_dependency'
+  end
   if e.state ~= 'u' then return 'already_resolved' end
   local run = tonumber(up.replay_count or 0)
   -- After a replay of the child, only a later run of the upstream counts.
@@ -236,7 +238,7 @@ function cascade.resolve(c, flow_id, edge_id, id, up_id, up)
   local count = edges.COUNTERS[e.state]
   g[count] = g[count] + 1
   e.resolved = values.text(c.now - tonumber(f.created_at))
-  server.call('HSET', key, edge_id, edges.format(e))
+  server.call('HSET', key, place, edges.format(e))
   local was_open = g.state == 'p'
   local verdict = was_open and edges.verdict(c, id, rec, g) or nil
   g.state = verdict or g.state
@@ -268,10 +270,9 @@ local function resolve_edges(c, flow_id, id, rec)
     local taken = 0
     for i = 1, #page, 2 do
       if cascade.room(c) <= 0 then break end
-      local edge_id, child = string.sub(page[i], 1, 36), string.sub(page[i], 38)
-      local child_id = edges.id_of(c, child)
-      local answer = cascade.unit(c, cascade.edge_name(flow_id, edge_id, up, child),
-        cascade.resolve, flow_id, edge_id, child_id, id, rec)
+      local child_id, place = edges.noted(c, page[i])
+      local answer = cascade.unit(c, cascade.edge_name(flow_id, place, up, edges.uuid_of(child_id)),
+        cascade.resolve, flow_id, place, child_id, id, rec)
       cascade.count_resolved(c, answer)
       from, taken = page[i + 1], taken + 2
     end

@@ -16,7 +16,7 @@ local function past_ended(c, id, rec)
     local page = server.call('ZRANGE', key, '(' .. from, '+inf', 'BYSCORE', 'LIMIT', 0, PAGE,
       'WITHSCORES')
     for i = 1, #page, 2 do
-      local child = edges.id_of(c, string.sub(page[i], 38))
+      local child = edges.noted(c, page[i])
       local ok, state = try(server.call, 'HGET', K.core(c.tag, child), 'state')
       if ok and state and not S.is_terminal(state) then return from, false end
       from = page[i + 1]
