@@ -118,9 +118,9 @@ class FlowReads:
         given_cursor(cursor)
         where = where or api.FlowFilter()
         check.instance(where, api.FlowFilter, "where").validate()
+        position, after = self._start(partition, cursor)
         if limit <= 0:
             return ListingPage(())
-        position, after = self._start(partition, cursor)
         used = await self._places.partitions_in_use() if partition is None else [partition]
         left = [each for each in used if each >= position]
         damage = Damage("list_flows")
