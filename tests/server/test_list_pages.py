@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
+from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.flows import GraphEdge, GraphNode
 from flowfabric.core.ids import new_uuid
 from tests.support.budgets import new_budget
@@ -14,6 +16,7 @@ from tests.support.engine import LANE, Engine
 from tests.support.flows import submitted
 from tests.support.http import Http
 from tests.support.quotas import policy
+from tests.support.server_time import command, commands_run
 from tests.support.suspension import Waits
 
 Add = Callable[[], Awaitable[Any]]
@@ -231,3 +234,61 @@ async def test_what_is_added_meanwhile_moves_nothing(http: Http, engine: Engine,
             await listing.add()
     assert len(set(found)) == len(found)
     assert [each for each in found if each in entries] == entries
+
+
+async def _cost(engine: Engine, http: Http, listing: Listing) -> tuple[int, int]:
+    """The commands that a page takes, and the bytes that the server sends for it."""
+
+    async def sent() -> int:
+        told: Any = await command(engine, "INFO", "stats")
+        return int(re.findall(rb"total_net_output_bytes:(\d+)", told)[0])
+
+    _, cursor = await listing.page(http, "limit=5")
+    ran, before = await commands_run(engine), await sent()
+    await listing.page(http, f"limit=5&cursor={cursor}")
+    after = await sent()
+    return await commands_run(engine) - ran, after - before
+
+
+PARTS = {
+    "members": ("/members", "members", "execution_id"),
+    "edges": ("/edges", "edges", "edge_id"),
+    "edges from one": ("/edges?upstream_execution_id={root}", "edges", "edge_id"),
+    "edges into one": ("/edges?downstream_execution_id={end}", "edges", "edge_id"),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+async def test_a_page_of_a_wide_flow_costs_a_page(http: Http, engine: Engine, part: str) -> None:
+    costs: list[tuple[int, int]] = []
+    for width in (20, 800):
+        ways = (f"root>{n:04d} {n:04d}>end" for n in range(width))
+        flow = await submitted(engine, " ".join(ways))
+        path, noun, key = PARTS[part]
+        path = path.format(root=flow.nodes["root"], end=flow.nodes["end"])
+        listing = Listing(f"/v1/flows/{flow.flow_id}{path}", noun, key, engine.create)
+        costs.append(await _cost(engine, http, listing))
+    (few, small), (many, large) = costs
+    assert many <= few + 5
+    assert large <= 1.5 * small + 4096
+
+
+async def test_a_page_among_equal_scores_costs_a_page(http: Http, engine: Engine) -> None:
+    """Executions that were created in one call have the same score."""
+    await engine.freeze(await engine.now())
+    new = [
+        NewExecution(execution_id=engine.new_id(), execution_kind="job", lane_id=LANE)
+        for _ in range(1000)
+    ]
+    await engine.backend.executions.create_many(new)
+    ids = sorted(each.execution_id for each in new)
+    path = f"/v1/executions?partition={ids[0].partition}&lane={LANE}&state=eligible"
+    listing = Listing(path, "executions", "execution_id", engine.create)
+    assert [each for page in await listing.pages(http, 400) for each in page] == ids
+    page = await engine.backend.listings.list_lane(
+        LANE, "eligible", partition=ids[0].partition, limit=900
+    )
+    ran = await commands_run(engine)
+    rest, _ = await listing.page(http, f"limit=5&cursor={page.next_cursor}")
+    assert rest == ids[900:905]
+    assert await commands_run(engine) - ran < 40
