@@ -219,10 +219,8 @@ class ValkeyBudgets(BudgetHolds, api.Budgets):
     ) -> ListingPage[contracts.BudgetStatus]:
         wanted = {"scope_type": scope_type, "scope_id": scope_id}
         wanted = {name: check.text(value, name) for name, value in wanted.items() if value}
-        limit = min(check.whole(limit, "limit"), _MAX_PAGE)
+        limit = min(check.whole(limit, "limit", 1), _MAX_PAGE)
         position, examined = _position(after), 0
-        if limit <= 0:
-            return ListingPage(())
         damage, found = Damage("list_budgets"), list[contracts.BudgetStatus]()
         while True:
             count = max(limit, _EXAMINED_AT_ONCE) if wanted else limit + 1 - len(found)

@@ -1,8 +1,7 @@
 """Pages of indexes that are ordered by score, then by execution id."""
 
-from typing import Any
-
 from flowfabric.core.ids import ExecutionId
+from flowfabric.core.text import lossless
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.pages import Damage
 
@@ -25,32 +24,36 @@ class ScoreIndexes:
     ) -> list[Scored]:
         """The next entries, up to a score."""
         low = "-inf" if after is None else repr(after[0])
-        range_ = (low, most, "BYSCORE", "LIMIT")
-        found = await self._read(name, damage, *range_, 0, count)
-        if after is None or not found:
-            return found
-        left = [entry for entry in found if entry > after]
-        if len(left) < len(found):
-            # Entries before the position have its score: there may be any number of them.
-            skipped = len(found) - len(left)
-            if not left:
-                skipped = await self._rank(name, after, low, damage)
-            left = await self._read(name, damage, *range_, skipped, count)
-        return [entry for entry in left if entry > after]
+        found: list[Scored] = []
+        offset = 0
+        while len(found) < count:
+            page = await self._read(name, low, most, offset, count)
+            entries = [
+                (float(score), each) for member, score in page for each in damage.ids([member])
+            ]
+            found += [entry for entry in entries if after is None or entry > after]
+            if len(page) < count:
+                break
+            offset += count
+            if after is not None and not found:
+                # Any number of entries before the position may have its score.
+                offset = max(offset, await self._rank(name, low, after[1]))
+        return found[:count]
 
-    async def _rank(self, name: str, after: tuple[float, str], low: str, damage: Damage) -> int:
-        """How many entries with the score of a position are not after it."""
-        score = (low, low)
-        first, last = 0, await self._calls.read(f"{name}: index", "ZCOUNT", name, *score)
+    async def _rank(self, name: str, score: str, last_id: str) -> int:
+        """How many entries with this score are not after the id."""
+        first, last = 0, await self._calls.read(f"{name}: index", "ZCOUNT", name, score, score)
         while first < last:
             middle = (first + last) // 2
-            at = await self._read(name, damage, *score, "BYSCORE", "LIMIT", middle, 1)
-            if at and at[0] > after:
+            page = await self._read(name, score, score, middle, 1)
+            if page and lossless(page[0][0]) > last_id:
                 last = middle
             else:
                 first = middle + 1
         return first
 
-    async def _read(self, name: str, damage: Damage, *bounds: Any) -> list[Scored]:
-        page: Any = await self._calls.read(f"{name}: index", "ZRANGE", name, *bounds, "WITHSCORES")
-        return [(float(score), each) for member, score in page for each in damage.ids([member])]
+    async def _read(
+        self, name: str, low: str, high: float | str, offset: int, count: int
+    ) -> list[tuple[bytes, float]]:
+        bounds = (low, high, "BYSCORE", "LIMIT", offset, count, "WITHSCORES")
+        return await self._calls.read(f"{name}: index", "ZRANGE", name, *bounds)

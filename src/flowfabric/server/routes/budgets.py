@@ -74,10 +74,13 @@ async def list_budgets(call: Call[None, BudgetsQuery]) -> Reply:
     query = call.query
     page = await call.backend.budgets.list_budgets(
         after=query.cursor,
-        limit=query.size,
+        # The cursor is checked even if no entry is asked for.
+        limit=max(1, query.size),
         scope_type=query.scope_type,
         scope_id=query.scope_id,
     )
+    if not query.size:
+        return answer({"budgets": [], "next_cursor": None})
     return answer(page_of("budgets", [struct(each) for each in page.entries], page))
 
 
