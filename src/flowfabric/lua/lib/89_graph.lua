@@ -181,7 +181,7 @@ local function walk(c, flow_id, id, up_id, rank)
     local lowest = ranks[each] + 1
     for _, child in ipairs(children(c, flow_id, each)) do
       local known = upstream(c, child)
-      if known and math.max(known.rank, ranks[child] or 0) < lowest then
+      if known and (ranks[child] or known.rank) < lowest then
         ranks[child] = lowest
         list[#list + 1] = child
       elseif child == up_id then
