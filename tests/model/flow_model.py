@@ -408,13 +408,13 @@ class FlowModel:
                     work.append(child.key)
         return count
 
-    def replay_flow(self, order: Iterable[str], *, failed_only: bool) -> tuple[int, int] | str:
-        """How many members were replayed, in this order, and reopened."""
+    def replay_flow(self, *, failed_only: bool) -> tuple[int, int] | str:
+        """How many members were replayed and reopened."""
         if self.policy:
             return "flow_already_terminal"
         states = {"failed", "expired"} if failed_only else {"failed", "expired", "cancelled"}
         replayed = reopened = 0
-        for member in map(self.members.__getitem__, order):
+        for member in self.members.values():
             if member.state in states and not self._replay_problem(member):
                 self._run_again(member)
                 replayed += 1

@@ -133,8 +133,7 @@ async def test_a_reopening_that_comes_late_changes_nothing(engine: Engine, end: 
     flow = await submitted(engine, "a>b a>c>d other")
     await flow.end("a", "failed")
     await set_units(engine, 1)
-    replay = engine.backend.executions.replay_execution
-    await replay(flow.nodes["a"], reopen_downstream=True)
+    assert (await engine.backend.flows.replay_flow(flow.flow_id)).pending
     assert await flow.state("c") == "skipped"
     both = msgspec.structs.replace(_NEW, join=Quorum(2, "let_run"))
     edges = [GraphEdge(frm="a", to="new"), GraphEdge(frm="other", to="new")]

@@ -201,12 +201,13 @@ class FlowReads:
         )
 
     async def _member_rows(self, flow_id: str) -> AsyncIterator[Any]:
-        tag, start, more = self._tag(flow_id), "-", True
+        """All members in the order in which they joined."""
+        tag, start, more = self._tag(flow_id), "0", True
         while more:
             rows, more = await self._members(tag, flow_id, start, _MEMBERS_AT_ONCE)
             for row in rows:
                 yield row
-            start = f"({text(rows[-1][0])}" if rows else start
+            start = text(rows[-1][1]) if rows else start
 
     async def _member_ids(self, flow_id: str, limit: int | None) -> tuple[ExecutionId, ...]:
         found: list[ExecutionId] = []
@@ -388,7 +389,7 @@ def _after_member(flow_id: str, tag: str, cursor: str) -> str:
 def _member(row: Sequence[Any]) -> flows.FlowMember:
     execution_id = ExecutionId.trusted(text(row[0]))
     names = ("number", "node", "state", "execution_kind", "deps", "join", "subflow")
-    stored = Stored.from_row(execution_id, names, (*row[1:8], *[None] * 7))
+    stored = Stored.from_row(execution_id, names, (*row[1:8], *[None] * 6))
     vector = StateVector.from_code(stored.text("state"), execution_id)
     return flows.FlowMember(
         execution_id=execution_id,

@@ -60,15 +60,15 @@ class FlowUpkeep(FlowEnds):
 
     async def project_flow_summary(self, flow_id: str) -> flows.FlowAudit:
         tag = self._tag(flow_id)
-        start, changes, counts = "-", "", _NO_COUNTS
+        number, changes, counts = "0", "", _NO_COUNTS
         while True:
-            args: tuple[Any, ...] = (flow_id, start, changes, counts)
+            args: tuple[Any, ...] = (flow_id, number, changes, counts)
             reply = await self._calls.fcall("ff_audit_flow", tag, args, op="project_flow_summary")
             match reply[2:]:
                 case [b"more", last, seen, so_far]:
-                    start, changes, counts = text(last), text(seen), so_far
+                    number, changes, counts = text(last), text(seen), so_far
                 case [b"deleting"]:
-                    start, changes, counts = "-", "", _NO_COUNTS
+                    number, changes, counts = "0", "", _NO_COUNTS
                 case [outcome, *drift]:
                     found = tuple(text(each) for each in (drift[0] if drift else ()))
                     return flows.FlowAudit(text(outcome), found)  # pyright: ignore[reportArgumentType]

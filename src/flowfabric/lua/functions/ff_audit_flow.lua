@@ -1,22 +1,20 @@
 -- ff_audit_flow: compare the counters of a flow with its members, and repair them; delete it if its
 -- retention is over, or if its submission was given up.
 -- Keys: flow core, members, core, flow_due; those of ff_delete_flow.
--- Arguments: flow_id, where the page begins (`-`: at the first member), changes of the flow at the
---   first page or empty, msgpack map of what earlier pages counted.
--- Replies: `more`, where the next page begins, changes, counts | `consistent` | `repaired`, drift |
---   `changed` (it went on meanwhile) | `submitting` | `deleting` (call again) | `deleted` |
---   `orphan_removed`.
+-- Arguments: flow_id, number of the last member of the page before, changes of the flow at the first
+--   page or empty, msgpack map of what earlier pages counted.
+-- Replies: `more`, number, changes, counts | `consistent` | `repaired`, drift | `changed` (it went on
+--   meanwhile) | `submitting` | `deleting` (call again) | `deleted` | `orphan_removed`.
 -- Errors: none. Events: flow_finished (the repaired counters say so), flow_cancel_requested,
 --   completion (subflows that have not ended, the member that owns the flow).
 local PAGE = 400
 
 local function count(c, flow_id, page, counts)
-  for _, id in ipairs(page) do
-    local ok, state = try(server.call, 'HGET', K.core(c.tag, id), 'state')
+  for i = 1, #page, 2 do
+    local ok, state = try(server.call, 'HGET', K.core(c.tag, page[i]), 'state')
     if ok and not state then
       -- Its record is lost.
-      server.call('ZREM', K.members(c.tag, flow_id), id)
-      server.call('UNLINK', K.into(c.tag, flow_id, id), K.out(c.tag, flow_id, id))
+      graph.remove_member(c, flow_id, page[i])
     else
       local name = ok and S.is_code(state) and S.public(state) or 'unreadable'
       counts[name] = (counts[name] or 0) + 1
@@ -43,10 +41,10 @@ register('ff_audit_flow', function(keys, args)
   if f.submitting then return reply.ok('submitting') end
   local changes, counts = values.text(flow.number(f, 'changes')), cmsgpack.unpack(args[4])
   if since ~= '' and since ~= changes then return reply.ok('changed') end
-  local page = server.call('ZRANGE', K.members(c.tag, flow_id), from, '+', 'BYLEX', 'LIMIT', 0,
-    PAGE)
+  local page = server.call('ZRANGE', K.members(c.tag, flow_id), '(' .. from, '+inf', 'BYSCORE',
+    'LIMIT', 0, PAGE, 'WITHSCORES')
   count(c, flow_id, page, counts)
-  if #page == PAGE then return reply.ok('more', '(' .. page[PAGE], changes, cmsgpack.pack(counts)) end
+  if #page == 2 * PAGE then return reply.ok('more', page[#page], changes, cmsgpack.pack(counts)) end
   -- A member that cannot be read may be in any state.
   if counts.unreadable then return reply.ok('changed') end
   local drift = flow.recount(c, flow_id, f, counts)

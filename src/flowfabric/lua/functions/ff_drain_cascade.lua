@@ -71,7 +71,7 @@ local function drain_replayed(c)
   local backlog = K.index(c.tag, 'replay_backlog')
   for _, flow_id in ipairs(server.call('HRANDFIELD', backlog, AT_ONCE)) do
     if cascade.room(c) <= 0 then return end
-    local which, from = string.match(server.call('HGET', backlog, flow_id), '^(%l) (%S+)$')
+    local which, from = string.match(server.call('HGET', backlog, flow_id), '^(%l) (%d+)$')
     local f = readable(c, flow_id)
     if not which or not f or which ~= 'n' and flow.is_cancelled(f) then
       server.call('HDEL', backlog, flow_id)

@@ -1,5 +1,5 @@
 -- ff_flow_edges: a page of the edges of a flow, by the ids of their upstreams and their own numbers.
--- Keys: flow core, members, out, in. Arguments: flow_id, upstream id (empty: all members), where the
+-- Keys: flow core, member_ids, out, in. Arguments: flow_id, upstream id (empty: all members), where the
 --   members begin (as ZRANGE takes it), number of the last edge of the first of them that was taken
 --   (0: none), limit.
 -- Replies: when the flow was created, or 0; a list of [child uuid, line, upstream id, number]; the
@@ -27,7 +27,7 @@ register('ff_flow_edges', function(keys, args)
   local tag, flow_id, after, limit = keys[1], args[1], args[4], tonumber(args[5])
   local created, rows = flow.shown_since(tag, flow_id), {}
   if not created then return reply.ok('0', rows, '', '') end
-  local members = args[2] ~= '' and { args[2] } or server.call('ZRANGE', K.members(tag, flow_id),
+  local members = args[2] ~= '' and { args[2] } or server.call('ZRANGE', K.member_ids(tag, flow_id),
     args[3], '+', 'BYLEX', 'LIMIT', 0, MEMBERS)
   for i, id in ipairs(members) do
     if #rows >= limit then return reply.ok(created, rows, members[i - 1], '') end

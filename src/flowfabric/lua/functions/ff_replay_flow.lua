@@ -15,7 +15,7 @@ register('ff_replay_flow', function(keys, args)
       local done, reopened, more = string.match(f.replayed, ' (%d+) (%d+) (%d)$')
       return reply.ok(tonumber(done), tonumber(reopened), tonumber(more))
     end
-    local done, reopened, left = replaying.flow(c, flow_id, '-', which)
+    local done, reopened, left = replaying.flow(c, flow_id, '0', which)
     local more = (left or cascade.counts(c).pending > 0) and 1 or 0
     flow.set(c, flow_id, 'replayed', table.concat({ request, done, reopened, more }, ' '))
     c:close()

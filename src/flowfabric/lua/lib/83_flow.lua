@@ -2,8 +2,7 @@
 -- changed, members that have not ended, members that are not trimmed, members and edges ever, the
 -- graph's revision, then members by public state (engine/valkey/flow_records.py has the same order).
 -- One short field costs least to read and write with each step of a member. `held_from`: members
--- with this number or a higher one wait for the release of the flow. Members are listed by id, all
--- with the score 0; their records have their numbers, in the order in which they joined.
+-- with this number or a higher one wait for the release of the flow.
 
 local ENDS_MEMBERS = { cancel_all = true, cancel_pending = true }
 local ABANDONED_MS, RETENTION_MS = 3600000, 86400000
@@ -165,18 +164,19 @@ function flow.resumes(c, rec)
 end
 
 -- Whether a flow that was submitted held still holds the member.
-function flow.holds(c, rec)
+function flow.holds(c, id, rec)
   local f = rec.flow_id and flow.read(c, rec.flow_id)
   local from = f and tonumber(f.held_from)
   if not from then return false end
-  return tonumber(rec.number) >= from
+  local number = server.call('ZSCORE', K.members(c.tag, rec.flow_id), id)
+  return number and tonumber(number) >= from
 end
 
 -- The state of a runnable execution whose dependencies are met, and what holds it back, if anything.
 function flow.unblocked(c, id, rec)
   local attempt = S.attempt(rec.state)
   if attempt == 'n' then attempt = 'f' end
-  if flow.holds(c, rec) then
+  if flow.holds(c, id, rec) then
     server.call('RPUSH', K.held(c.tag, rec.flow_id), id)
     return S.held(attempt), 'flow held'
   end

@@ -108,7 +108,7 @@ function subflows.rerun(c, flow_id, which)
   flow.set(c, flow_id, 'replaying', '1')
   if f.finished_at then flow.clear(c, flow_id, 'finished_at') end
   server.call('HDEL', K.index(c.tag, 'subflow_outbox'), 'f|' .. flow_id)
-  server.call('HSET', K.index(c.tag, 'replay_backlog'), flow_id, which .. ' -')
+  server.call('HSET', K.index(c.tag, 'replay_backlog'), flow_id, which .. ' 0')
   cascade.counts(c).pending = 1
   return true
 end

@@ -39,17 +39,18 @@ end
 -- nothing, and how many are left.
 function flow_cancel.drain(c, flow_id)
   local f, key = flow.read(c, flow_id), K.members(c.tag, flow_id)
-  local from, cancelled, settled, last = f.cancelled_upto or '-', 0, 0, false
+  local from, cancelled, settled, last = f.cancelled_upto or '0', 0, 0, false
   while not last and cascade.room(c) > 0 do
     local limit = math.min(PAGE, cascade.room(c))
-    local page = server.call('ZRANGE', key, from, '+', 'BYLEX', 'LIMIT', 0, limit)
-    for _, id in ipairs(page) do
-      local answer = cascade.cancel_member(c, flow_id, id)
+    local page = server.call('ZRANGE', key, '(' .. from, '+inf', 'BYSCORE', 'LIMIT', 0, limit,
+      'WITHSCORES')
+    for i = 1, #page, 2 do
+      local answer = cascade.cancel_member(c, flow_id, page[i])
       if answer == 'cancelled' then cancelled = cancelled + 1 end
       if answer == 'settled' then settled = settled + 1 end
-      from = '(' .. id
+      from = page[i + 1]
     end
-    last = #page < limit
+    last = #page < 2 * limit
   end
   flow.settle(c)
   -- A policy that ends no members still has to reach every subflow.

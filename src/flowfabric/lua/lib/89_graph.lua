@@ -29,10 +29,11 @@ local function grow(c, flow_id, f, name)
   c.grown[flow_id] = true
 end
 
--- Makes an execution a member; its record has the flow's id and its number already.
+-- Makes an execution a member; its record has the flow's id already.
 function graph.add_member(c, flow_id, f, id, rec)
   grow(c, flow_id, f, 'node_count')
-  c:zadd(K.members(c.tag, flow_id), '0', id)
+  c:zadd(K.members(c.tag, flow_id), f.node_count, id)
+  c:zadd(K.member_ids(c.tag, flow_id), '0', id)
   if f.parent_execution_id and not rec.out then
     server.call('ZADD', K.exits(c.tag, flow_id), f.node_count, id)
   end
@@ -40,6 +41,13 @@ function graph.add_member(c, flow_id, f, id, rec)
   c.upstreams = c.upstreams or {}
   c.upstreams[id] = { flow_id = flow_id, rank = tonumber(rec.rank or 0), out = rec.out,
     state = rec.state }
+end
+
+-- Removes a member, with its edges, from the lists of its flow.
+function graph.remove_member(c, flow_id, id)
+  server.call('ZREM', K.members(c.tag, flow_id), id)
+  server.call('ZREM', K.member_ids(c.tag, flow_id), id)
+  server.call('UNLINK', K.into(c.tag, flow_id, id), K.out(c.tag, flow_id, id))
 end
 
 -- The first error among edges into a new child, by the check order of staging; nil if none. An edge

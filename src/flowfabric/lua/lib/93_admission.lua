@@ -44,7 +44,7 @@ function admission.unblock(c, id, rec, expected)
   local reason = S.blocking(rec.state)
   if not S.is_blocked(rec.state)
       or (expected ~= '' and reason ~= string.sub(CAUSES[expected] or '', 2))
-      or (reason == OPERATOR and rec.flow_id and flow.holds(c, rec)) then
+      or (reason == OPERATOR and rec.flow_id and flow.holds(c, id, rec)) then
     return reply.err('execution_not_eligible')
   end
   local f = flow.that_ends(c, rec, flow.resumes(c, rec))

@@ -282,10 +282,11 @@ function replaying.flow(c, flow_id, from, which)
   local replayed, reopened, last = 0, 0, false
   while not last and cascade.room(c) > 0 do
     local limit = math.min(PAGE, cascade.room(c))
-    local page, taken = server.call('ZRANGE', key, from, '+', 'BYLEX', 'LIMIT', 0, limit), 0
-    for _, id in ipairs(page) do
+    local page = server.call('ZRANGE', key, '(' .. from, '+inf', 'BYSCORE', 'LIMIT', 0, limit,
+      'WITHSCORES')
+    for i = 1, #page, 2 do
       if cascade.room(c) <= 0 then break end
-      local rec
+      local id, rec = page[i], nil
       local name = { PREFIX[which], flow_id, edges.uuid_of(id) }
       local done = cascade.unit(c, name, function()
         local again
@@ -296,9 +297,9 @@ function replaying.flow(c, flow_id, from, which)
       if rec and rec.out then
         reopened = reopened + replaying.reopen(c, { { id = id, rec = rec } }, which == 'w')
       end
-      from, taken = '(' .. id, taken + 1
+      from = page[i + 1]
     end
-    last = #page < limit and taken == #page
+    last = #page < 2 * limit and (#page == 0 or from == page[#page])
   end
   if last then
     server.call('HDEL', backlog, flow_id)
