@@ -5,7 +5,8 @@
 
 local PAGE = 64
 local MAX_FAILURES = 5
-local MAX_SEEN = 1000
+-- How many pages of siblings one call looks at.
+local MAX_PAGES = 16
 local MAX_CHILDREN = 256
 
 function cascade.room(c)
@@ -130,34 +131,41 @@ local function may_live(c, up_id)
   return not ok or (state and not (S.is_code(state) and S.is_terminal(state)))
 end
 
+-- The lines of the edges into a child that have these places, as far as there are any.
+local function lines_at(key, first, last)
+  local places = {}
+  for place = first, last do places[#places + 1] = place end
+  return server.call('HMGET', key, unpack(places))
+end
+
 -- Cancels upstreams that a decided join no longer needs; true if all are handled. The scan goes on
--- where an earlier call stopped: when it had no room, or had seen many edges.
+-- after the last edge that an earlier call handled, so that spared upstreams take room once.
 function cascade.cancel_siblings(c, id, rec)
-  local join, flow_id, seen = edges.join(rec), rec.flow_id, 0
-  local key, cursor = K.into(c.tag, flow_id, id), rec.sibling_scan or '0'
+  local join, flow_id = edges.join(rec), rec.flow_id
+  local key, place = K.into(c.tag, flow_id, id), tonumber(rec.sibling_scan or 0)
   -- Edges that came after the decision do not belong to it.
   local reason, last = string.match(rec.siblings, '^(%S+) (%d+)$')
   local function stop()
-    if cursor ~= '0' then record.set(c, id, rec, 'sibling_scan', cursor) end
+    record.set(c, id, rec, 'sibling_scan', values.text(place))
     return false
   end
-  repeat
-    local page = server.call('HSCAN', key, cursor, 'COUNT', PAGE)
-    for i = 1, #page[2], 2 do
-      local e = edges.parse(id, page[2][i + 1])
+  for _ = 1, MAX_PAGES do
+    for _, line in ipairs(lines_at(key, place + 1, place + PAGE)) do
+      local e = line and edges.parse(id, line)
+      if not e or e.number > tonumber(last) then
+        record.clear(c, id, rec, 'sibling_scan', 'siblings')
+        return true
+      end
       local up_id = edges.id_of(c, e.upstream)
-      -- Those that ended take no room, or a call with little of it would never get past them.
-      if e.state == 'u' and e.number <= tonumber(last) and may_live(c, up_id) then
+      if e.state == 'u' and may_live(c, up_id) then
         if cascade.room(c) <= 0 then return stop() end
         cascade.unit(c, { 's', flow_id, edges.uuid_of(id), e.upstream },
           function() cancel_sibling(c, flow_id, id, up_id, reason, join.spares) end)
       end
+      place = place + 1
     end
-    cursor, seen = page[1], seen + #page[2] / 2
-    if cursor ~= '0' and seen >= MAX_SEEN then return stop() end
-  until cursor == '0'
-  record.clear(c, id, rec, 'sibling_scan', 'siblings')
-  return true
+  end
+  return stop()
 end
 
 local REASONS = { s = 'sibling_quorum_satisfied', i = 'sibling_quorum_impossible' }
@@ -205,6 +213,7 @@ local function decide(c, id, rec, verdict, e, fields)
     local last = flow.read(c, rec.flow_id).edge_count
     values.append(fields, { 'siblings', REASONS[verdict] .. ' ' .. last })
     server.call('SADD', groups, name)
+    record.clear(c, id, rec, 'sibling_scan')
   end
   cascade.move(c, id, rec, verdict, fields)
   if not (join and join.cancels) then return end
