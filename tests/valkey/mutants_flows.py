@@ -80,8 +80,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "a staged edge does not count",
         CASCADE,
-        "or e.state == 'g' then",
-        "then",
+        "or e.state == 'g' or",
+        "or",
         staged_edges_count_nothing,
     ),
     (
@@ -317,8 +317,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "edges that came later have no siblings",
         CASCADE,
-        "e.number <= tonumber(last) and may_live",
-        "may_live",
+        "not e or e.number > tonumber(last)",
+        "not e",
         alone(test_flow_races.test_an_edge_that_came_after_the_decision_has_no_siblings),
     ),
     (

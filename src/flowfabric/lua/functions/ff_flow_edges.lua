@@ -18,7 +18,9 @@ local function add(tag, flow_id, id, after, limit, rows)
     local line = server.call('HGET', K.into(tag, flow_id, tag .. ':' .. child), place)
     local upstream = line and string.match(line, '^%l%l %d+ (%S+)')
     -- The edges of a deleted child are gone, even if another one got its id.
-    if line and (not upstream or upstream == edges.uuid_of(id)) then rows[#rows + 1] = { child, line, id, page[i + 1] } end
+    if line and (not upstream or upstream == edges.uuid_of(id)) then
+      rows[#rows + 1] = { child, line, id, page[i + 1] }
+    end
   end
   return #page == 2 * limit and page[#page] or nil
 end

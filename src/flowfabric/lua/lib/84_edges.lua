@@ -1,8 +1,8 @@
 -- Edges and joins. An edge is stored with its child, by its place: the first edge into a child has
 -- place 1, and no edge is ever removed, so that pages of wide joins need no index. Its line: letters
 -- of state and kind, number, upstream, id, times since the flow's creation (made, resolved) around
--- the run that it was resolved by, input name, reference. A join is all inbound edges of a child; its record has the counters
--- (`deps`) and, unless all must succeed, the policy (`join`).
+-- the run that it was resolved by, input name, reference. A join is all inbound edges of a child; its
+-- record has the counters (`deps`) and, unless all must succeed, the policy (`join`).
 
 edges.KINDS = { success_only = 's', terminal = 't', failure_only = 'f' }
 local SATISFIED_BY = {
