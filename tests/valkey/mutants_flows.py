@@ -85,6 +85,15 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         staged_edges_count_nothing,
     ),
     (
+        "an edge of a trimmed member leads nowhere",
+        CASCADE,
+        " or e.upstream ~= edges.uuid_of(up_id) then",
+        " then",
+        alone(
+            test_flow_upkeep.test_the_edges_of_a_trimmed_member_do_not_lead_to_another_with_its_id
+        ),
+    ),
+    (
         "counters never exceed the edges",
         CASCADE,
         "if edges.open_count(g) < 1 then",
