@@ -163,7 +163,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "an upstream that has ended decides at once",
         GRAPH,
-        "local resolution = graph.resolve_ended(c, flow_id, edge_id, id, e.upstream)",
+        "local resolution = graph.resolve_ended(c, flow_id, place, id, e.upstream)",
         "local resolution",
         test_flow_growth.test_an_edge_from_an_ended_upstream_decides_at_once,
     ),
