@@ -269,7 +269,8 @@ async def test_a_page_of_a_wide_flow_costs_a_page(http: Http, engine: Engine, pa
         listing = Listing(f"/v1/flows/{flow.flow_id}{path}", noun, key, engine.create)
         costs.append(await _cost(engine, http, listing))
     (few, small), (many, large) = costs
-    assert many <= few + 5
+    # Ids decide how many upstreams the edges of a page have; each takes one command.
+    assert many <= few + 10
     assert large <= 1.5 * small + 4096
 
 
