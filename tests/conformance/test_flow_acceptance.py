@@ -84,6 +84,16 @@ async def test_staging_refuses_in_this_order(engine: Engine) -> None:
     assert (await stage(flow.flow_id, a, c, edge_id=edge)).kind == "already_staged"
 
 
+async def test_a_cycle_of_edges_that_were_added_from_the_last_to_the_first(engine: Engine) -> None:
+    flow = await submitted(engine, "a b c d e")
+    add = engine.backend.flows.add_dependency
+    for upstream, child in ("de", "cd", "bc", "ab"):
+        await add(flow.flow_id, flow.nodes[upstream], flow.nodes[child])
+    for upstream in "ecdb":
+        closing = add(flow.flow_id, flow.nodes[upstream], flow.nodes["a"])
+        await refused(closing, "cycle_detected")
+
+
 async def test_of_two_stagers_one_is_too_late(engine: Engine) -> None:
     flow = await submitted(engine, "a b c")
     stage = engine.backend.flows.stage_dependency_edge

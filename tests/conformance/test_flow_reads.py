@@ -75,7 +75,9 @@ async def test_edges_come_in_pages(engine: Engine) -> None:
             cursor = page.next_cursor
         return found
 
-    assert await all_pages() == ["ab", "ac", "ad", "be", "ce", "de"]
+    by_id = sorted("abcd", key=lambda key: flow.nodes[key])
+    after = {"a": ["ab", "ac", "ad"], "b": ["be"], "c": ["ce"], "d": ["de"]}
+    assert await all_pages() == [edge for key in by_id for edge in after[key]]
     assert await all_pages(outgoing=flow.nodes["a"]) == ["ab", "ac", "ad"]
     assert await all_pages(incoming=flow.nodes["e"]) == ["be", "ce", "de"]
     await refused(flows.list_edges(flow.flow_id, cursor="odd"), "invalid_cursor")
@@ -87,16 +89,20 @@ async def test_edges_come_in_pages(engine: Engine) -> None:
 # --- members -------------------------------------------------------------------------------------
 
 
-async def test_members_come_in_the_order_in_which_they_joined(engine: Engine) -> None:
+async def test_members_come_by_id(engine: Engine) -> None:
     flow = await submitted(engine, "a>b c>b", {"b": AnyOf("let_run")})
     flows = engine.backend.flows
     page = await flows.list_members(flow.flow_id, limit=2)
-    assert [(member.node, member.number) for member in page.entries] == [("a", 1), ("c", 2)]
     assert page.next_cursor is not None
-    rest = await flows.list_members(flow.flow_id, limit=2, cursor=page.next_cursor)
+    rest = await flows.list_members(flow.flow_id, limit=1, cursor=page.next_cursor)
     assert rest.next_cursor is None
-    (last,) = rest.entries
-    assert (last.node, last.public_state, last.execution_kind) == ("b", "waiting_children", "job")
+    members = {member.node: member for member in (*page.entries, *rest.entries)}
+    listed = [member.execution_id for member in members.values()]
+    assert listed == sorted(flow.nodes.values())
+    # In the order in which they joined.
+    assert {key: member.number for key, member in members.items()} == {"a": 1, "c": 2, "b": 3}
+    last = members["b"]
+    assert (last.public_state, last.execution_kind) == ("waiting_children", "job")
     assert last.join is not None
     assert (last.join.policy, last.join.total_deps, last.join.running_count) == (
         AnyOf("let_run"),
@@ -104,6 +110,9 @@ async def test_members_come_in_the_order_in_which_they_joined(engine: Engine) ->
         2,
     )
     assert (await flows.list_members(new_uuid())).entries == ()
+    other = await submitted(engine, "a b")
+    mine = (await flows.list_members(other.flow_id, limit=1)).next_cursor or ""
+    await refused(flows.list_members(flow.flow_id, cursor=mine), "invalid_cursor")
 
 
 async def test_the_groups_of_a_flow(engine: Engine) -> None:

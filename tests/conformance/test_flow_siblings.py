@@ -8,7 +8,7 @@ import pytest
 
 from flowfabric.core.contracts.flows import AnyOf, JoinPolicy, OnSatisfied, Quorum
 from tests.support.engine import Engine
-from tests.support.flows import TestFlow, submitted
+from tests.support.flows import TestFlow, drained, set_units, submitted
 
 FIVE = "a>z b>z c>z d>z e>z"
 # What each join needs to be decided: the policy of (k, n), and the ends that decide it last.
@@ -108,6 +108,18 @@ async def test_siblings_that_others_wait_for_may_be_spared(engine: Engine) -> No
         "other": "waiting_children",
         "done": "skipped",
     }
+
+
+async def test_spared_siblings_hold_up_nothing(engine: Engine) -> None:
+    """Each call has room for fewer siblings than are spared before the one that is cancelled."""
+    joins = {"z": AnyOf("cancel_remaining", spare_shared=True)}
+    shared = " ".join(f"{key}>z {key}>other" for key in "bcde")
+    flow = await submitted(engine, f"a>z {shared} last>z", joins)
+    await set_units(engine, 2)
+    await flow.end("a")
+    await drained(engine, flow.tag)
+    assert await flow.state("last") == "cancelled"
+    assert {await flow.state(key) for key in "bcde"} == {"active"}
 
 
 async def test_a_sibling_that_only_ended_members_wait_for_is_not_spared(engine: Engine) -> None:

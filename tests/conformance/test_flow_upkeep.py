@@ -12,6 +12,8 @@ from flowfabric.core.contracts.flows import (
     DependencyResolved,
     FlowAudit,
     FlowDeleted,
+    GraphEdge,
+    GraphNode,
     HeaderAlreadyTerminal,
     HeaderCancelled,
     Quorum,
@@ -366,6 +368,24 @@ async def test_edges_of_trimmed_members_are_gone(engine: Engine) -> None:
     assert await trim(engine, flow, "b", "a") == ["purged", "purged"]
     assert await engine.backend.flows.describe_edge(flow.flow_id, edge) is None
     assert (await engine.backend.flows.list_edges(flow.flow_id)).entries == ()
+
+
+async def test_the_edges_of_a_trimmed_member_do_not_lead_to_another_with_its_id(
+    engine: Engine,
+) -> None:
+    flow = await submitted(engine, "a>c b")
+    flows = engine.backend.flows
+    await engine.backend.executions.cancel_execution(flow.nodes["c"])
+    await engine.advance(2 * DAY)
+    assert await trim(engine, flow, "c") == ["purged"]
+    node, edge = GraphNode(key="c", execution_kind="job"), GraphEdge(frm="b", to="c")
+    await flows.extend_flow(flow.flow_id, [node], [edge])
+    (only,) = (await flows.list_edges(flow.flow_id)).entries
+    assert only.upstream_execution_id == flow.nodes["b"]
+    await flow.end("a")
+    assert await flow.state("c") == "waiting_children"
+    await flow.end("b")
+    assert await flow.state("c") == "waiting"
 
 
 async def test_a_skipped_member_without_its_upstream_cannot_run(engine: Engine) -> None:

@@ -18,7 +18,7 @@ _EXECUTION_PARTS = re.compile(
 )
 _FLOW = re.compile(
     r"^(?P<flow>ff:flow:\{fp:\d+\}:[0-9a-f-]{36}):"
-    rf"(core|members|tags|edges|held|exits|(in|out):(?P<id>{_ID}))$"
+    rf"(core|members|member_ids|tags|edges|held|exits|(in|out):(?P<id>{_ID}))$"
 )
 _WAITPOINT = re.compile(r"^(?P<record>ff:wp:\{fp:\d+\}:[0-9a-f-]{36})(:signals)?$")
 _SIGNAL = re.compile(rf"^(?P<record>ff:signal:(?P<id>{_ID}):[0-9a-f-]{{36}})(:payload)?$")

@@ -80,9 +80,18 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "a staged edge does not count",
         CASCADE,
-        "or e.state == 'g' then",
-        "then",
+        "or e.state == 'g' or",
+        "or",
         staged_edges_count_nothing,
+    ),
+    (
+        "an edge of a trimmed member leads nowhere",
+        CASCADE,
+        " or e.upstream ~= edges.uuid_of(up_id) then",
+        " then",
+        alone(
+            test_flow_upkeep.test_the_edges_of_a_trimmed_member_do_not_lead_to_another_with_its_id
+        ),
     ),
     (
         "counters never exceed the edges",
@@ -154,7 +163,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "an upstream that has ended decides at once",
         GRAPH,
-        "local resolution = graph.resolve_ended(c, flow_id, edge_id, id, e.upstream)",
+        "local resolution = graph.resolve_ended(c, flow_id, place, id, e.upstream)",
         "local resolution",
         test_flow_growth.test_an_edge_from_an_ended_upstream_decides_at_once,
     ),
@@ -317,8 +326,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "edges that came later have no siblings",
         CASCADE,
-        "e.number <= tonumber(last) and may_live",
-        "may_live",
+        "not e or e.number > tonumber(last)",
+        "not e",
         alone(test_flow_races.test_an_edge_that_came_after_the_decision_has_no_siblings),
     ),
     (

@@ -36,7 +36,10 @@ CASES: dict[str, list[tuple[str, ...]]] = {
         name: [(ID, "0"), (ID, "4294967295")]
         for name in ("attempt", "summary", "stream", "stream_meta", "stream_closed")
     },
-    **{name: [(FLOW,)] for name in ("flow", "members", "flow_tags", "edges", "held", "exits")},
+    **{
+        name: [(FLOW,)]
+        for name in ("flow", "members", "member_ids", "flow_tags", "edges", "held", "exits")
+    },
     **{name: [(FLOW, ID)] for name in ("out", "into")},
     **{f"quota{part}": [(FLOW,)] for part in ("", "_window", "_guards", "_slots", "_blocked")},
     "suspend_dedup": [(ID,)],

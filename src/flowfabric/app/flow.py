@@ -162,7 +162,7 @@ class Flow:
         """Wait until the flow has ended; returns the results of all completed nodes by key."""
         client = await self._app.client()
         await client.wait_flow(self.id, timeout)
-        nodes = [node async for node in self._nodes(client)]
+        nodes = await self._nodes(client)
         done = [node for node in nodes if node.state is PublicState.COMPLETED]
         found = await _each((node.execution_id for node in done), self._outcome(client))
         return {node.key: value for node, (_, value) in zip(done, found, strict=True)}
@@ -207,7 +207,7 @@ class Flow:
 
     async def _view(self, client: Client) -> GraphView:
         flow = await self._snapshot(client)
-        nodes = {node.key: node async for node in self._nodes(client)}
+        nodes = {node.key: node for node in await self._nodes(client)}
         key_of = {node.execution_id: node.key for node in nodes.values()}
         edges = [
             GraphEdgeView(
@@ -235,16 +235,21 @@ class Flow:
             raise NotFoundError("flow_not_found", self.id)
         return flow
 
-    async def _nodes(self, client: Client) -> AsyncIterator[GraphNodeView]:
-        member: FlowMember
-        async for member in _pages(client.backend.flows.list_members, self.id):
-            yield GraphNodeView(
+    async def _nodes(self, client: Client) -> list[GraphNodeView]:
+        """All nodes in the order in which they were added."""
+        pages = _pages(client.backend.flows.list_members, self.id)
+        members: list[FlowMember] = [member async for member in pages]
+        members.sort(key=lambda member: member.number)
+        return [
+            GraphNodeView(
                 key=member.node or member.execution_id.compact,
                 execution_id=member.execution_id,
                 task=member.execution_kind,
                 state=member.public_state,
                 subflow_id=member.subflow_id,
             )
+            for member in members
+        ]
 
     async def watch(self) -> AsyncIterator[NodeChange]:
         """Yield the state of each node, then every change, until the flow has ended.
@@ -264,7 +269,7 @@ class Flow:
         async with feed:
             finished = (await self._snapshot(client)).finished_at is not None
             known: dict[str, NodeChange] = {}
-            async for node in self._nodes(client):
+            for node in await self._nodes(client):
                 change = NodeChange(node.key, node.state, node.execution_id)
                 known[node.execution_id] = change
                 yield change
@@ -288,7 +293,7 @@ class Flow:
             return []
         before = known.get(execution_id)
         if before is None:
-            found = [node async for node in self._nodes(client)]
+            found = await self._nodes(client)
             new = [node for node in found if node.execution_id not in known]
             return [NodeChange(node.key, node.state, node.execution_id) for node in new]
         state = _STATE_AFTER.get(event.get("outcome") or event.type)

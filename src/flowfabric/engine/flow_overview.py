@@ -105,7 +105,7 @@ async def flows_that_start_with(
 
 
 class FlowDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """A flow with its members and edges."""
+    """A flow with its members in the order in which they joined, and its edges by upstream."""
 
     flow: FlowSnapshot
     nodes: list[FlowMember]
@@ -125,11 +125,15 @@ async def read_flow(backend: Backend, flow_id: str, before: FlowDetail | None = 
     members = await read_every(
         lambda cursor: flows.list_members(flow_id, cursor=cursor, limit=_PAGE)
     )
-    edges = (
-        before.edges
-        if before is not None and same
-        else await read_every(lambda cursor: flows.list_edges(flow_id, cursor=cursor, limit=_PAGE))
-    )
+    members.sort(key=lambda member: member.number)
+    if before is not None and same:
+        edges = before.edges
+    else:
+        edges = await read_every(
+            lambda cursor: flows.list_edges(flow_id, cursor=cursor, limit=_PAGE)
+        )
+        at = {member.execution_id: member.number for member in members}
+        edges.sort(key=lambda edge: at.get(edge.upstream_execution_id, 0))
     return FlowDetail(flow=flow, nodes=members, edges=edges, now_ms=now)
 
 

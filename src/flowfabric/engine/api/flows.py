@@ -273,7 +273,7 @@ class Flows(Concern, Protocol):
     async def list_members(
         self, flow_id: str, *, cursor: str = "", limit: int = 500
     ) -> ListingPage[flows.FlowMember]:
-        """The members of a flow in the order in which they joined; none of an unknown flow."""
+        """The members of a flow by id; none of an unknown flow."""
         ...
 
     async def describe_edge(self, flow_id: str, edge_id: str) -> flows.EdgeSnapshot | None:

@@ -25,6 +25,7 @@ from flowfabric.valkey.transport import Arg
 
 log = logging.getLogger(__name__)
 _MAX_PAGE = 1000
+_MAX_EXAMINED, _EXAMINED_AT_ONCE = 10_000, 200
 _AT_ONCE = 100
 _READ_AT_ONCE = 100
 _ASKED_AT_ONCE = 200
@@ -219,21 +220,24 @@ class ValkeyBudgets(BudgetHolds, api.Budgets):
         wanted = {"scope_type": scope_type, "scope_id": scope_id}
         wanted = {name: check.text(value, name) for name, value in wanted.items() if value}
         limit = min(check.whole(limit, "limit", 1), _MAX_PAGE)
-        position = _position(after)
+        position, examined = _position(after), 0
         damage, found = Damage("list_budgets"), list[contracts.BudgetStatus]()
         while True:
-            ids = await self._ids_after(position, limit)
+            count = max(limit, _EXAMINED_AT_ONCE) if wanted else limit + 1 - len(found)
+            ids = await self._ids_after(position, count)
             for status in await self._statuses(ids, damage):
                 if any(getattr(status, name) != value for name, value in wanted.items()):
                     continue
-                found.append(status)
                 if len(found) == limit:
-                    cursor = None if status.budget_id == ids[-1] and len(ids) < limit else status
-                    following = None if cursor is None else sealed(cursor.budget_id)
+                    following = sealed(found[-1].budget_id)
                     return ListingPage(tuple(found), following, tuple(damage.found))
-            if len(ids) < limit:
+                found.append(status)
+            examined += len(ids)
+            if len(ids) < count:
                 return ListingPage(tuple(found), None, tuple(damage.found))
             position = ids[-1]
+            if examined >= _MAX_EXAMINED:
+                return ListingPage(tuple(found), sealed(position), tuple(damage.found))
 
     async def _ids_after(self, after: str, limit: int) -> list[str]:
         """Ids of all partitions in order."""

@@ -19,6 +19,7 @@ from flowfabric.engine.api import check
 from flowfabric.engine.api import flows as api
 from flowfabric.engine.api.events import Events
 from flowfabric.engine.events.flow_waits import wait_flow
+from flowfabric.engine.paging import read_every
 from flowfabric.engine.valkey import flow_records, keys
 from flowfabric.engine.valkey.calls import FunctionCalls, at_once, text
 from flowfabric.engine.valkey.drains import CascadeDrains
@@ -38,6 +39,7 @@ _FLOWS_AT_ONCE = 100
 _PARTITIONS_AT_ONCE = 16
 _MAX_PAGE = 1000
 _MAX_EXAMINED = 10_000
+_EDGE_CALLS = 10
 
 
 class FlowReads:
@@ -116,9 +118,9 @@ class FlowReads:
         given_cursor(cursor)
         where = where or api.FlowFilter()
         check.instance(where, api.FlowFilter, "where").validate()
+        position, after = self._start(partition, cursor)
         if limit <= 0:
             return ListingPage(())
-        position, after = self._start(partition, cursor)
         used = await self._places.partitions_in_use() if partition is None else [partition]
         left = [each for each in used if each >= position]
         damage = Damage("list_flows")
@@ -176,40 +178,41 @@ class FlowReads:
     ) -> ListingPage[flows.FlowMember]:
         tag = self._tag(flow_id)
         limit = min(check.whole(limit, "limit"), _MAX_PAGE)
-        after = 0
+        start = "-"
         if given_cursor(cursor):
             with reading_cursor():
-                after = int(opened(cursor, 1)[0])
+                start = _after_member(flow_id, tag, cursor)
         if limit <= 0:
             return ListingPage(())
-        rows = await self._members(tag, flow_id, after, limit)
+        rows, more = await self._members(tag, flow_id, start, limit)
         damage = Damage("list_members")
         found = [damage.keep(lambda row=row: _member(row)) for row in rows]
-        more = sealed(text(rows[-1][0])) if len(rows) == limit else None
+        following = sealed(flow_id, text(rows[-1][0])) if more else None
         entries = tuple(member for member in found if member is not None)
-        return ListingPage(entries, more, tuple(damage.found))
+        return ListingPage(entries, following, tuple(damage.found))
 
-    async def _members(self, tag: str, flow_id: str, after: int, limit: int) -> list[Any]:
+    async def _members(
+        self, tag: str, flow_id: str, start: str, limit: int
+    ) -> tuple[list[Any], bool]:
         return await self._calls.ask(
-            *("ff_flow_members", tag, (flow_id, after, limit)),
-            lambda reply: reply[2],
+            *("ff_flow_members", tag, (flow_id, start, limit)),
+            lambda reply: (reply[2], reply[3] == 1),
             op="list_members",
         )
 
     async def _member_rows(self, flow_id: str) -> AsyncIterator[Any]:
-        tag, after = self._tag(flow_id), 0
-        while True:
-            rows = await self._members(tag, flow_id, after, _MEMBERS_AT_ONCE)
+        """All members in the order in which they joined."""
+        tag, start, more = self._tag(flow_id), "0", True
+        while more:
+            rows, more = await self._members(tag, flow_id, start, _MEMBERS_AT_ONCE)
             for row in rows:
                 yield row
-            if len(rows) < _MEMBERS_AT_ONCE:
-                return
-            after = int(rows[-1][0])
+            start = text(rows[-1][1]) if rows else start
 
     async def _member_ids(self, flow_id: str, limit: int | None) -> tuple[ExecutionId, ...]:
         found: list[ExecutionId] = []
         async for row in self._member_rows(flow_id):
-            found.append(ExecutionId.trusted(text(row[1])))
+            found.append(ExecutionId.trusted(text(row[0])))
             if len(found) == limit:
                 break
         return tuple(found)
@@ -217,17 +220,18 @@ class FlowReads:
     async def describe_edge(self, flow_id: str, edge_id: str) -> flows.EdgeSnapshot | None:
         tag, edge = self._tag(flow_id), validate_uuid(edge_id, "edge_id")
         place = f"flow {flow_id}: edges"
-        stored, child = await asyncio.gather(
+        stored, noted = await asyncio.gather(
             self._record(flow_id),
             self._calls.read(place, "HGET", keys.edges(tag, flow_id), edge),
         )
-        if stored is None or child is None:
+        if stored is None or noted is None:
             return None
-        uuid = text(child)
-        lines = keys.into(tag, flow_id, f"{tag}:{uuid}")
-        line = await self._calls.read(place, "HGET", lines, edge)
-        # The edges of a deleted child are gone.
-        return None if line is None else _edge(flow_id, tag, edge, uuid, line, stored)
+        child, _, position = text(noted).partition(" ")
+        lines = keys.into(tag, flow_id, f"{tag}:{child}")
+        line = await self._calls.read(place, "HGET", lines, position)
+        found = None if line is None else _edge(flow_id, tag, child, line, stored)
+        # The edges of a deleted child are gone, even if another one got its id.
+        return found if found is not None and found.edge_id == edge else None
 
     async def list_edges(
         self,
@@ -243,80 +247,78 @@ class FlowReads:
         given_cursor(cursor)
         if outgoing is not None and incoming is not None:
             raise ValidationError("invalid_input", "incoming: give it or outgoing, not both")
-        member, edge = 0, 0
-        if cursor:
-            with reading_cursor():
-                member, edge = map(int, opened(cursor, 2))
-        if limit <= 0:
-            return ListingPage(())
         if incoming is not None:
             child = self._calls.checked(incoming, "incoming")
             api.check_member(tag, child)
-            found = await self._incoming(flow_id, child)
-            left = [(number, each) for number, each in found if number > edge]
-            more = sealed(0, left[limit - 1][0]) if len(left) > limit else None
-            return ListingPage(tuple(each for _, each in left[:limit]), more)
+            with reading_cursor():
+                place = _place(flow_id, cursor) if cursor else 0
+            return await self._incoming(flow_id, child, place, limit)
         upstream = "" if outgoing is None else self._calls.checked(outgoing, "outgoing")
         if upstream:
             api.check_member(tag, upstream)
-        return await self._outgoing(flow_id, tag, upstream, (member, edge), limit)
+        with reading_cursor():
+            start = _position(flow_id, tag, cursor) if cursor else ("", "0")
+        return await self._outgoing(flow_id, tag, upstream, start, limit)
 
     async def _outgoing(
-        self, flow_id: str, tag: str, upstream: str, start: tuple[int, int], limit: int
+        self, flow_id: str, tag: str, upstream: str, start: tuple[str, str], limit: int
     ) -> ListingPage[flows.EdgeSnapshot]:
         damage = Damage("list_edges")
         found: list[flows.EdgeSnapshot] = []
-        member, edge = start
-        while True:
-            args = (flow_id, upstream, member, edge, limit - len(found))
+        member, edge = last = start
+        if limit <= 0:
+            return ListingPage(())
+        # A page is short if it has to pass over very many members without edges.
+        for _ in range(_EDGE_CALLS):
+            first = "-" if not member else f"[{member}" if edge else f"({member}"
+            # One more tells whether another page follows.
+            args = (flow_id, upstream, first, edge or 0, limit + 1 - len(found))
             reply = await self._calls.fcall("ff_flow_edges", tag, args, op="list_edges")
             since = Stored(f"flow {flow_id}", {"created_at": reply[2]})
-            for edge_id, child, line in reply[3]:
-                known = (text(edge_id), text(child), line, since)
+            for child, line, of, number in reply[3]:
+                if len(found) == limit:
+                    return ListingPage(tuple(found), sealed(flow_id, *last), tuple(damage.found))
+                last = text(of), text(number)
+                known = (text(child), line, since)
                 each = damage.keep(lambda k=known: _edge(flow_id, tag, *k))
                 if each is not None:
                     found.append(each)
             if not reply[4]:
                 return ListingPage(tuple(found), None, tuple(damage.found))
-            member, edge = int(reply[4]), int(reply[5])
-            if len(found) >= limit:
-                return ListingPage(tuple(found), sealed(member, edge), tuple(damage.found))
+            member, edge = text(reply[4]), text(reply[5])
+        return ListingPage(tuple(found), sealed(flow_id, member, edge), tuple(damage.found))
 
     async def _incoming(
-        self, flow_id: str, child: ExecutionId
-    ) -> list[tuple[int, flows.EdgeSnapshot]]:
+        self, flow_id: str, child: ExecutionId, place: int, limit: int
+    ) -> ListingPage[flows.EdgeSnapshot]:
         stored = await self._record(flow_id)
-        if stored is None:
-            return []
-        key, place = keys.into(child.tag, flow_id, child), f"flow {flow_id}: edges"
-        lines = await self._calls.scan(place, key)
-        return sorted(
-            (
-                (flow_records.edge_number(text(line)), edge)
-                for edge_id, line in lines.items()
-                if (edge := _edge(flow_id, child.tag, text(edge_id), child.uuid, line, stored))
-            ),
-            key=lambda each: each[0],
-        )
+        if stored is None or limit <= 0:
+            return ListingPage(())
+        damage = Damage("list_edges")
+        key, context = keys.into(child.tag, flow_id, child), f"flow {flow_id}: edges"
+        places = range(place + 1, place + limit + 2)
+        lines = await self._calls.read(context, "HMGET", key, *places)
+        found: list[flows.EdgeSnapshot | None] = []
+        for line in lines[:limit]:
+            known = (child.tag, child.uuid, line, stored)
+            found.append(damage.keep(lambda k=known: _edge(flow_id, *k)) if line else None)
+        more = None if lines[limit] is None else sealed(flow_id, place + limit)
+        return ListingPage(tuple(filter(None, found)), more, tuple(damage.found))
 
     async def list_outgoing_edges(self, execution_id: ExecutionId) -> list[flows.EdgeSnapshot]:
-        flow_id = await self.resolve_execution_flow_id(execution_id)
-        found: list[flows.EdgeSnapshot] = []
-        cursor: str | None = "" if flow_id else None
-        while flow_id and cursor is not None:
-            page = await self.list_edges(
-                flow_id, outgoing=execution_id, cursor=cursor, limit=_MAX_PAGE
-            )
-            found += page.entries
-            cursor = page.next_cursor
-        return found
+        return await self._edges_of(execution_id, "outgoing")
 
     async def list_incoming_edges(self, execution_id: ExecutionId) -> list[flows.EdgeSnapshot]:
-        child = self._calls.checked(execution_id)
-        flow_id = await self.resolve_execution_flow_id(child)
+        return await self._edges_of(execution_id, "incoming")
+
+    async def _edges_of(self, execution_id: ExecutionId, side: str) -> list[flows.EdgeSnapshot]:
+        flow_id = await self.resolve_execution_flow_id(execution_id)
         if flow_id is None:
             return []
-        return [edge for _, edge in await self._incoming(flow_id, child)]
+        which: dict[str, Any] = {side: execution_id}
+        return await read_every(
+            lambda cursor: self.list_edges(flow_id, **which, cursor=cursor, limit=_MAX_PAGE)
+        )
 
     async def get_inputs(self, execution_id: ExecutionId) -> flows.FlowInputs:
         return await read_inputs(self._calls, self._calls.checked(execution_id))
@@ -344,12 +346,29 @@ class FlowReads:
         return "impossible" if join.group_state == "impossible" else "blocked_by_dependencies"
 
 
-def _edge(
-    flow_id: str, tag: str, edge_id: str, child: str, line: Any, stored: Stored
-) -> flows.EdgeSnapshot:
-    decoded = stored_text(line, f"flow {flow_id}", f"edge {edge_id}")
+def _edge(flow_id: str, tag: str, child: str, line: Any, stored: Stored) -> flows.EdgeSnapshot:
+    decoded = stored_text(line, f"flow {flow_id}", f"edge into {child}")
     created = stored.number("created_at")
-    return flow_records.edge_snapshot(flow_id, tag, edge_id, child, decoded, created)
+    return flow_records.edge_snapshot(flow_id, tag, child, decoded, created)
+
+
+def _position(flow_id: str, tag: str, cursor: str) -> tuple[str, str]:
+    """The last member that a page of edges looked at, and the number of its last edge.
+
+    Without a number the member has no more edges.
+    """
+    of, member, edge = opened(cursor, 3)
+    if of != flow_id or ExecutionId.parse(member).tag != tag:
+        raise ValueError(cursor)
+    return member, str(int(edge)) if edge else ""
+
+
+def _place(flow_id: str, cursor: str) -> int:
+    """The last place that a page of the edges into a member looked at."""
+    of, place = opened(cursor, 2)
+    if of != flow_id or int(place) < 0:
+        raise ValueError(cursor)
+    return int(place)
 
 
 def _listing(flow_id: str, raw: Any) -> flows.FlowListing:
@@ -359,14 +378,22 @@ def _listing(flow_id: str, raw: Any) -> flows.FlowListing:
     return flow_records.flow_listing(flow_id, stored)
 
 
+def _after_member(flow_id: str, tag: str, cursor: str) -> str:
+    """Where the page of a cursor begins; raises an error for a cursor of another flow."""
+    of, last = opened(cursor, 2)
+    if of != flow_id or ExecutionId.parse(last).tag != tag:
+        raise ValueError(cursor)
+    return f"({last}"
+
+
 def _member(row: Sequence[Any]) -> flows.FlowMember:
-    execution_id = ExecutionId.trusted(text(row[1]))
-    names = ("node", "state", "execution_kind", "deps", "join", "subflow")
-    stored = Stored.from_row(execution_id, names, (*row[2:8], *[None] * 6))
+    execution_id = ExecutionId.trusted(text(row[0]))
+    names = ("number", "node", "state", "execution_kind", "deps", "join", "subflow")
+    stored = Stored.from_row(execution_id, names, (*row[1:8], *[None] * 6))
     vector = StateVector.from_code(stored.text("state"), execution_id)
     return flows.FlowMember(
         execution_id=execution_id,
-        number=int(row[0]),
+        number=stored.number("number"),
         node=stored.text("node", ""),
         public_state=vector.public_state,
         execution_kind=stored.text("execution_kind"),

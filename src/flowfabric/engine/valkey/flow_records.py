@@ -13,7 +13,8 @@ from flowfabric.core.state import PublicState
 from flowfabric.core.stored import Stored, corrupt
 
 _EDGE = re.compile(
-    r"([gusik])([stf]) ([0-9]+) ([0-9a-f-]{36}) ([0-9]+)/([0-9]*)/([0-9]*) ([A-Za-z0-9_]*) ?(.*)",
+    r"([gusik])([stf]) ([0-9]+) ([0-9a-f-]{36}) ([0-9a-f-]{36}) ([0-9]+)/([0-9]*)/([0-9]*)"
+    r" ([A-Za-z0-9_]*) ?(.*)",
     re.DOTALL,
 )
 _JOIN = re.compile(r"([aq]) ([0-9]+) ([cl]) ([01])")
@@ -66,29 +67,23 @@ def join_snapshot(execution_id: ExecutionId, stored: Stored) -> flows.JoinSnapsh
 
 
 def edge_snapshot(
-    flow_id: str, tag: str, edge_id: str, child: str, line: str, created_at: int
+    flow_id: str, tag: str, child: str, line: str, created_at: int
 ) -> flows.EdgeSnapshot:
     """One edge from the line that is stored with its child."""
     parts = _EDGE.fullmatch(line)
     if parts is None:
-        raise corrupt(f"flow {flow_id}", f"edge {edge_id}", "cannot be decoded")
+        raise corrupt(f"flow {flow_id}", f"edge into {child}", "cannot be decoded")
     return flows.EdgeSnapshot(
-        edge_id=edge_id,
+        edge_id=parts[5],
         flow_id=flow_id,
         upstream_execution_id=ExecutionId.trusted(f"{tag}:{parts[4]}"),
         downstream_execution_id=ExecutionId.trusted(f"{tag}:{child}"),
         dependency_kind=_KINDS[parts[2]],
         edge_state=cast("Any", _STATES[parts[1]]),
-        created_at=created_at + int(parts[5]),
-        input_name=parts[8] or None,
-        data_passing_ref=parts[9] or None,
+        created_at=created_at + int(parts[6]),
+        input_name=parts[9] or None,
+        data_passing_ref=parts[10] or None,
     )
-
-
-def edge_number(line: str) -> int:
-    """The number of an edge; 0 if its line cannot be read."""
-    parts = _EDGE.fullmatch(line)
-    return 0 if parts is None else int(parts[3])
 
 
 def derived_state(members: Mapping[str, int]) -> flows.FlowState:

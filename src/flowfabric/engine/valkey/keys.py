@@ -64,6 +64,7 @@ def _of_flow(part: str) -> Callable[[str, str], str]:
 
 flow = _of_flow("core")
 members = _of_flow("members")
+member_ids = _of_flow("member_ids")
 flow_tags = _of_flow("tags")
 edges = _of_flow("edges")
 """The child of each edge."""

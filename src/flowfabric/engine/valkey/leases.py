@@ -3,6 +3,7 @@
 import asyncio
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from flowfabric.core.contracts import leases
@@ -17,6 +18,7 @@ from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, refus
 from flowfabric.engine.valkey.pages import Damage, chunks
 from flowfabric.engine.valkey.places import ValkeyPlaces
 from flowfabric.engine.valkey.record import Record
+from flowfabric.engine.valkey.score_indexes import ScoreIndexes
 
 Due = tuple[int, ExecutionId]
 """When a lease expires, and its execution: the order of the listing."""
@@ -32,6 +34,7 @@ class ValkeyLeases(Leases):
     def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
         self._calls = calls
         self._places = places
+        self._scores = ScoreIndexes(calls)
         self.on_slots_renewed: Callable[[Mapping[str, Sequence[Slot]]], None] | None = None
         """Gets the slots of renewed leases, by quota policy."""
 
@@ -136,44 +139,47 @@ class ValkeyLeases(Leases):
         if limit == 0:
             return ExpiredLeases(())
         damage = Damage("list_expired_leases")
-        due = await self._due(moment, start, at_once, damage)
-        found, more = await damage.first(
-            limit, due, lambda each: self._lease(*each, moment, namespace)
-        )
-        last = (found[-1].expires_at_ms, found[-1].execution_id) if more else None
-        return ExpiredLeases(tuple(found), last, tuple(damage.found))
+        due = await self._due(moment, start, limit + 1, at_once, damage)
+        found = await damage.keep_all(self._lease(*each, moment, namespace) for each in due[:limit])
+        # A page is short if some of its candidates were renewed, or are of other namespaces.
+        last = due[limit - 1] if len(due) > limit else None
+        return ExpiredLeases(tuple(filter(None, found)), last, tuple(damage.found))
 
-    async def _due(self, moment: int, after: Due | None, at_once: int, damage: Damage) -> list[Due]:
-        """Candidates for the page, in order; their records decide."""
+    async def _due(
+        self, moment: int, after: Due | None, count: int, at_once: int, damage: Damage
+    ) -> list[Due]:
+        """The first candidates for the page, in order; their records decide."""
         tags = await self._places.used_partitions()
         lanes = await self._places.lanes_in_use()
         parts: list[list[Due]] = []
         for part in chunks(tags, at_once):
             parts += await asyncio.gather(
-                *(self._due_in(tag, lanes, moment, after, damage) for tag in part)
+                *(self._due_in(tag, lanes, moment, after, count, damage) for tag in part)
             )
-        return list(heapq.merge(*parts))
+        return list(islice(heapq.merge(*parts), count))
 
     async def _due_in(
-        self, tag: str, lanes: list[str], moment: int, after: Due | None, damage: Damage
+        self,
+        tag: str,
+        lanes: list[str],
+        moment: int,
+        after: Due | None,
+        count: int,
+        damage: Damage,
     ) -> list[Due]:
-        low = "-inf" if after is None else after[0]
         required = await asyncio.gather(*(self._calls.signatures(tag, lane) for lane in lanes))
         lost_keys = [
             keys.reclaimable(tag, lane, signature)
             for lane, signatures in zip(lanes, required, strict=True)
             for signature in ("", *signatures)
         ]
-        live, *lost = await asyncio.gather(
-            self._calls.read(
-                *(f"{tag}: lease_expiry", "ZRANGE", keys.index(tag, "lease_expiry")),
-                *(low, moment, "BYSCORE", "WITHSCORES"),
-            ),
-            *(self._calls.read(f"{name}: index", "ZRANGE", name, 0, -1) for name in lost_keys),
+        live = await self._scores.page(
+            keys.index(tag, "lease_expiry"), after, count, damage, moment
         )
-        due: set[Due] = {
-            (int(max(score, 0)), each) for member, score in live for each in damage.ids([member])
-        }
+        lost = await asyncio.gather(
+            *(self._calls.read(f"{name}: index", "ZRANGE", name, 0, -1) for name in lost_keys)
+        )
+        due: set[Due] = {(int(max(score, 0)), each) for score, each in live}
         # The reclaimable index is ordered by priority; the records know when each lease expired.
         ids = damage.ids(member for page in lost for member in page)
         expiries = await damage.keep_all(self._expiry(each) for each in ids)

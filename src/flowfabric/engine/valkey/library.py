@@ -20,7 +20,7 @@ from flowfabric.valkey.transport import Ask, Transport
 log = logging.getLogger(__name__)
 LIBRARY_VERSION = 42
 """Rises whenever a function's arguments, reply or the set of names change."""
-MIN_CLIENT = 41
+MIN_CLIENT = 42
 """The oldest library version whose callers this library still serves."""
 _EVENTS_MAXLEN = 10_000
 _CASCADE_UNITS = 128

@@ -19,6 +19,7 @@ from flowfabric.engine.valkey.lane_reads import LANE_STATES, LaneReads, Place
 from flowfabric.engine.valkey.pages import Damage, given_cursor, opened, reading_cursor, sealed
 from flowfabric.engine.valkey.places import ValkeyPlaces
 from flowfabric.engine.valkey.record import Record
+from flowfabric.engine.valkey.score_indexes import ScoreIndexes
 from flowfabric.valkey.transport import Arg
 
 _MAX_PAGE = 1000
@@ -42,6 +43,7 @@ class ValkeyListings(Listings):
         self._places = places
         self._workers = workers
         self._lane_reads = LaneReads(calls, places)
+        self._scores = ScoreIndexes(calls)
 
     async def list_executions(
         self,
@@ -57,9 +59,9 @@ class ValkeyListings(Listings):
         given_cursor(cursor)
         if where is not None:
             check.instance(where, Filter, "where").validate()
+        position, after = self._start(partition, cursor)
         if limit <= 0:
             return ExecutionPage(())
-        position, after = self._start(partition, cursor)
         chunk = _CHUNK if where else min(limit + 1, _CHUNK)
         damage = Damage("list_executions")
         rows: list[ExecutionSummary] = []
@@ -130,38 +132,17 @@ class ValkeyListings(Listings):
         untaken = await self._untaken({(tag, lane_id): apart})
         names = _indexes(tag, lane_id, state, apart, untaken)
         limit = min(check.whole(limit, "limit"), _MAX_PAGE)
+        after = _lane_position(cursor, tag) if cursor else None
         if limit <= 0:
             return ExecutionPage(())
-        after = _lane_position(cursor, tag) if cursor else None
         damage = Damage("list_lane")
         found = await asyncio.gather(
-            *(self._scored(name, after, limit + 1, damage) for name in names)
+            *(self._scores.page(name, after, limit + 1, damage) for name in names)
         )
         entries = sorted(entry for entries in found for entry in entries)
         rows = await damage.keep_all(self._row(member) for _, member in entries[:limit])
         more = sealed(*entries[limit - 1]) if len(entries) > limit else None
         return ExecutionPage(tuple(filter(None, rows)), more, tuple(damage.found))
-
-    async def _scored(
-        self, name: str, after: tuple[float, str] | None, count: int, damage: Damage
-    ) -> list[tuple[float, ExecutionId]]:
-        """The next entries of one index by score, then id."""
-        low = "-inf" if after is None else repr(after[0])
-        entries: list[tuple[float, ExecutionId]] = []
-        offset = 0
-        while len(entries) < count:
-            page: Any = await self._calls.read(
-                *(f"{name}: index", "ZRANGE", name),
-                *(low, "+inf", "BYSCORE", "LIMIT", offset, count, "WITHSCORES"),
-            )
-            scored = [
-                (float(score), each) for member, score in page for each in damage.ids([member])
-            ]
-            entries += [entry for entry in scored if after is None or entry > after]
-            if len(page) < count:
-                break
-            offset += count
-        return entries[:count]
 
     async def count_lanes(self, lanes: Sequence[str]) -> dict[str, dict[str, int]]:
         found = {lane: dict.fromkeys(LANE_STATES, 0) for lane in validate_lanes(lanes)}

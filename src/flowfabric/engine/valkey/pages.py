@@ -50,11 +50,14 @@ class Damage:
     ) -> tuple[list[T], bool]:
         """The first `limit` entries that `read` finds, and whether there are more."""
         found: list[T] = []
-        for part in chunks(keys, _CHUNK):
-            entries = await self.keep_all(map(read, part))
+        start, size = 0, min(limit + 1, _CHUNK)
+        while start < len(keys):
+            entries = await self.keep_all(map(read, keys[start : start + size]))
             found += (entry for entry in entries if entry is not None)
             if len(found) > limit:
                 return found[:limit], True
+            # Few match: larger steps need fewer round trips.
+            start, size = start + size, min(2 * size, _CHUNK)
         return found, False
 
     def ids(self, members: Iterable[bytes]) -> list[ExecutionId]:

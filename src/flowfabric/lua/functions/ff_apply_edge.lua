@@ -17,13 +17,10 @@ register('ff_apply_edge', function(keys, args)
   local c, flow_id, edge_id = Context.open(keys[1]), args[1], args[2]
   return reply.guarded(function()
     local f = flow.shown(c, flow_id)
-    local uuid = server.call('HGET', K.edges(c.tag, flow_id), edge_id)
-    if not uuid then return reply.err('invalid_dependency', edge_id) end
-    local id = edges.id_of(c, uuid)
-    local text = server.call('HGET', K.into(c.tag, flow_id, id), edge_id)
+    local id, place, e = edges.find(c, flow_id, edge_id)
+    if not id then return reply.err('invalid_dependency', edge_id) end
     -- The edges of a deleted child are gone.
-    if not text then return reply.err('execution_not_found', id) end
-    local e = edges.parse(id, text)
+    if not e then return reply.err('execution_not_found', id) end
     local other = differing(e, id, args)
     if other then return reply.err('invalid_dependency', edge_id, other) end
     local rec = record.checked(c, id)
@@ -33,7 +30,7 @@ register('ff_apply_edge', function(keys, args)
       return reply.ok('already_applied', edges.open_count(edges.group(id, rec)), '')
     end
     if flow.is_cancelled(f) then return reply.err('flow_already_terminal') end
-    local open, resolution = graph.apply(c, flow_id, f, id, rec, edge_id, e)
+    local open, resolution = graph.apply(c, flow_id, f, id, rec, place, e)
     return reply.ok('applied', open, resolution or '', cascade.told(c))
   end, c, args[1])
 end, {})

@@ -17,14 +17,14 @@ local function is_queued(c, flow_id, up, name)
 end
 
 -- Resolves an open edge whose upstream has ended; true if it counted now.
-local function settle(c, id, rec, edge_id, e)
+local function settle(c, id, rec, place, e)
   local up_id = edges.id_of(c, e.upstream)
   local state = server.call('HGET', K.core(c.tag, up_id), 'state')
-  if not state then error(id .. ': edge ' .. edge_id .. ': its upstream does not exist', 0) end
+  if not state then error(id .. ': edge ' .. e.id .. ': its upstream does not exist', 0) end
   if not S.is_code(state) or not S.is_terminal(state) then return false end
-  local name = cascade.edge_name(rec.flow_id, edge_id, e.upstream, edges.uuid_of(id))
+  local name = cascade.edge_name(rec.flow_id, place, e.upstream, edges.uuid_of(id))
   if is_queued(c, rec.flow_id, e.upstream, table.concat(name, '|')) then return false end
-  local answer = cascade.unit(c, name, cascade.resolve, rec.flow_id, edge_id, id, up_id,
+  local answer = cascade.unit(c, name, cascade.resolve, rec.flow_id, place, id, up_id,
     record.read(c, up_id))
   return answer ~= nil and answer ~= 'already_resolved' and answer ~= 'invalid_dependency'
 end

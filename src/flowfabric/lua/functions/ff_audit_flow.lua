@@ -14,8 +14,7 @@ local function count(c, flow_id, page, counts)
     local ok, state = try(server.call, 'HGET', K.core(c.tag, page[i]), 'state')
     if ok and not state then
       -- Its record is lost.
-      server.call('ZREM', K.members(c.tag, flow_id), page[i])
-      server.call('UNLINK', K.into(c.tag, flow_id, page[i]), K.out(c.tag, flow_id, page[i]))
+      graph.remove_member(c, flow_id, page[i])
     else
       local name = ok and S.is_code(state) and S.public(state) or 'unreadable'
       counts[name] = (counts[name] or 0) + 1

@@ -10,18 +10,16 @@ register('ff_resolve_edge', function(keys, args)
   local c, flow_id, edge_id = Context.open(keys[1]), args[1], args[2]
   return reply.guarded(function()
     flow.shown(c, flow_id)
-    local uuid = server.call('HGET', K.edges(c.tag, flow_id), edge_id)
-    local id = uuid and edges.id_of(c, uuid)
-    local text = id and server.call('HGET', K.into(c.tag, flow_id, id), edge_id)
-    if not text then return reply.err('invalid_dependency', edge_id) end
-    local e, rec = edges.parse(id, text), record.checked(c, id)
+    local id, place, e = edges.find(c, flow_id, edge_id)
+    if not e then return reply.err('invalid_dependency', edge_id) end
+    local rec = record.checked(c, id)
     if rec and e.state == 'u' and edges.open_count(edges.group(id, rec)) < 1 then
       return reply.err('invariant_violation', id, rec.deps or '')
     end
     local up_id = edges.id_of(c, e.upstream)
     local up = record.read(c, up_id) or { state = S.terminal(args[3], 'n') }
     if not S.is_terminal(up.state) then return reply.err('execution_not_terminal', up_id) end
-    local answer, more = cascade.resolve(c, flow_id, edge_id, id, up_id, up)
+    local answer, more = cascade.resolve(c, flow_id, place, id, up_id, up)
     if answer == 'invalid_dependency' then return reply.err('invalid_dependency', edge_id) end
     c:close()
     return reply.ok(answer, more and 1 or 0, cascade.told(c))

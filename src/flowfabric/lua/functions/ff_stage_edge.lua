@@ -16,21 +16,18 @@ end
 
 local function existing(c, flow_id, f, args)
   local edge_id, up_id, id = args[2], args[3], args[4]
-  local child = server.call('HGET', K.edges(c.tag, flow_id), edge_id)
+  local child, place, e = edges.find(c, flow_id, edge_id)
   if not child then return nil end
-  local text = server.call('HGET', K.into(c.tag, flow_id, edges.id_of(c, child)), edge_id)
   -- The edges of a deleted child are gone.
-  if not text then return reply.err('dependency_already_exists', edge_id) end
-  local e = edges.parse(id, text)
-  if child ~= edges.uuid_of(id) or not is_same(e, edges.KINDS[args[5]], up_id, args) then
-    return reply.err('dependency_already_exists', edge_id, edges.id_of(c, e.upstream),
-      edges.id_of(c, child))
+  if not e then return reply.err('dependency_already_exists', edge_id) end
+  if child ~= id or not is_same(e, edges.KINDS[args[5]], up_id, args) then
+    return reply.err('dependency_already_exists', edge_id, edges.id_of(c, e.upstream), child)
   end
   if args[9] ~= '1' then return reply.ok('already_staged', f.graph_revision) end
   local rec = record.checked(c, id)
   if e.state == 'g' then
     if flow.is_cancelled(f) then return reply.err('flow_already_terminal') end
-    local open, resolution = graph.apply(c, flow_id, f, id, rec, edge_id, e)
+    local open, resolution = graph.apply(c, flow_id, f, id, rec, place, e)
     return reply.ok('applied', f.graph_revision, open, resolution or '', cascade.told(c))
   end
   return reply.ok('already_applied', f.graph_revision, edges.open_count(edges.group(id, rec)), '')
@@ -75,13 +72,13 @@ register('ff_stage_edge', function(keys, args)
     local rec = args[9] == '1' and record.checked(c, id)
     if rec and S.is_terminal(rec.state) then return reply.err('terminal') end
     reply.stop_with(graph.cycle_problem(c, flow_id, up_id, id))
-    local e = graph.add_edge(c, flow_id, f, id,
+    local e, _, place = graph.add_edge(c, flow_id, f, id,
       { edge_id, edges.uuid_of(up_id), kind, args[7], args[6] }, 'g')
     if not rec then
       flow.settle(c)
       return reply.ok('staged', f.graph_revision)
     end
-    local open, resolution = graph.apply(c, flow_id, f, id, rec, edge_id, e)
+    local open, resolution = graph.apply(c, flow_id, f, id, rec, place, e)
     return reply.ok('applied', f.graph_revision, open, resolution or '', cascade.told(c))
   end, c, id)
 end, {})

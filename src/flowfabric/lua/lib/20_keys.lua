@@ -110,6 +110,7 @@ function K.secrets(tag) return 'ff:sec:' .. tag .. ':waitpoint_hmac' end
 -- A flow shares the hash tag of its members.
 function K.flow(tag, flow_id) return 'ff:flow:' .. tag .. ':' .. flow_id .. ':core' end
 function K.members(tag, flow_id) return 'ff:flow:' .. tag .. ':' .. flow_id .. ':members' end
+function K.member_ids(tag, flow_id) return 'ff:flow:' .. tag .. ':' .. flow_id .. ':member_ids' end
 function K.flow_tags(tag, flow_id) return 'ff:flow:' .. tag .. ':' .. flow_id .. ':tags' end
 function K.edges(tag, flow_id) return 'ff:flow:' .. tag .. ':' .. flow_id .. ':edges' end
 function K.held(tag, flow_id) return 'ff:flow:' .. tag .. ':' .. flow_id .. ':held' end

@@ -1,14 +1,15 @@
--- Edges and joins. An edge is stored with its child as one line: letters of state and kind, number,
--- upstream, times since the flow's creation (made, resolved) around the run that it was resolved
--- by, input name, reference. A join is all inbound edges of a child; its record has the counters
--- (`deps`) and, unless all must succeed, the policy (`join`).
+-- Edges and joins. An edge is stored with its child, by its place: the first edge into a child has
+-- place 1, and no edge is ever removed, so that pages of wide joins need no index. Its line: letters
+-- of state and kind, number, upstream, id, times since the flow's creation (made, resolved) around
+-- the run that it was resolved by, input name, reference. A join is all inbound edges of a child; its
+-- record has the counters (`deps`) and, unless all must succeed, the policy (`join`).
 
 edges.KINDS = { success_only = 's', terminal = 't', failure_only = 'f' }
 local SATISFIED_BY = {
   s = { s = true }, f = { f = true, x = true },
   t = { s = true, f = true, c = true, x = true, k = true },
 }
-local EDGE = '^(%l)(%l) (%d+) (%S+) (%d+)/(%d*)/(%d*) ([%w_]*) ?(.*)$'
+local EDGE = '^(%l)(%l) (%d+) (%S+) (%S+) (%d+)/(%d*)/(%d*) ([%w_]*) ?(.*)$'
 
 -- Which counter of the join an edge is in, by its state. The others are staged (g), unsatisfied (u).
 edges.COUNTERS = { s = 'succeeded', i = 'failed', k = 'skipped' }
@@ -20,26 +21,42 @@ function edges.is_impossible(line)
   return counter ~= nil and counter ~= 'succeeded'
 end
 function edges.input_name(line)
-  local before = string.find(line, ' ', string.find(line, ' ', 4, true) + 38, true)
+  local before = string.find(line, ' ', string.find(line, ' ', 4, true) + 75, true)
   return string.sub(line, before + 1, string.find(line, ' ', before + 1, true) - 1)
 end
 
 function edges.parse(id, text)
-  local state, kind, number, upstream, made, run, resolved, input, ref = string.match(text, EDGE)
+  local state, kind, number, upstream, edge_id, made, run, resolved, input, ref =
+    string.match(text, EDGE)
   if not state then error(id .. ": edge: '" .. text .. "' is not an edge", 0) end
-  return { state = state, kind = kind, number = tonumber(number), upstream = upstream, made = made,
-    run = run, resolved = resolved, input = input, ref = ref }
+  return { state = state, kind = kind, number = tonumber(number), upstream = upstream, id = edge_id,
+    made = made, run = run, resolved = resolved, input = input, ref = ref }
 end
 
 function edges.format(e)
-  return table.concat({ e.state, e.kind, ' ', values.text(e.number), ' ', e.upstream, ' ', e.made,
-    '/', e.run, '/', e.resolved, ' ', e.input, ' ', e.ref })
+  return table.concat({ e.state, e.kind, ' ', values.text(e.number), ' ', e.upstream, ' ', e.id, ' ',
+    e.made, '/', e.run, '/', e.resolved, ' ', e.input, ' ', e.ref })
 end
 
 function edges.satisfied_by(e, outcome) return SATISFIED_BY[e.kind][outcome] == true end
 
 function edges.id_of(c, uuid) return c.tag .. ':' .. uuid end
 function edges.uuid_of(id) return string.sub(id, -36) end
+
+-- The child's id and the place of an edge in what an upstream, or the flow, has noted of it.
+function edges.note(id, place) return edges.uuid_of(id) .. ' ' .. place end
+function edges.noted(c, text) return edges.id_of(c, string.sub(text, 1, 36)), string.sub(text, 38) end
+
+-- The child, the place and the parts of an edge, or nil; no parts if the child was deleted: the note
+-- remains, and another child may have got the same id.
+function edges.find(c, flow_id, edge_id)
+  local text = server.call('HGET', K.edges(c.tag, flow_id), edge_id)
+  if not text then return nil end
+  local id, place = edges.noted(c, text)
+  local line = server.call('HGET', K.into(c.tag, flow_id, id), place)
+  local e = line and edges.parse(id, line)
+  return id, place, e and e.id == edge_id and e or nil
+end
 
 local counted = values.memo(function(text)
   local n, succeeded, failed, skipped, state =

@@ -5,7 +5,8 @@
 
 local PAGE = 64
 local MAX_FAILURES = 5
-local MAX_SEEN = 1000
+-- How many pages of siblings one call looks at.
+local MAX_PAGES = 16
 local MAX_CHILDREN = 256
 
 function cascade.room(c)
@@ -38,8 +39,8 @@ function cascade.told(c)
 end
 
 -- What a failed unit is called, so that it can be tried again: parts, joined by `|`.
-function cascade.edge_name(flow_id, edge_id, up, child)
-  return { 'e', flow_id, edge_id, up, child }
+function cascade.edge_name(flow_id, place, up, child)
+  return { 'e', flow_id, place, up, child }
 end
 
 local function name_of(flow_id, id) return flow_id .. '|' .. edges.uuid_of(id) end
@@ -102,7 +103,7 @@ local function feeds_another(c, flow_id, up_id, child)
   local members = server.call('ZRANGE', key, 0, MAX_CHILDREN - 1)
   cascade.spend(c, math.floor(#members / PAGE))
   for _, member in ipairs(members) do
-    local other = edges.id_of(c, string.sub(member, 38))
+    local other = edges.noted(c, member)
     if other ~= child then
       local found = server.call('HMGET', K.core(c.tag, other), 'state', 'deps')
       if found[1] and not S.is_terminal(found[1])
@@ -130,34 +131,41 @@ local function may_live(c, up_id)
   return not ok or (state and not (S.is_code(state) and S.is_terminal(state)))
 end
 
+-- The lines of the edges into a child that have these places, as far as there are any.
+local function lines_at(key, first, last)
+  local places = {}
+  for place = first, last do places[#places + 1] = place end
+  return server.call('HMGET', key, unpack(places))
+end
+
 -- Cancels upstreams that a decided join no longer needs; true if all are handled. The scan goes on
--- where an earlier call stopped: when it had no room, or had seen many edges.
+-- after the last edge that an earlier call handled, so that spared upstreams take room once.
 function cascade.cancel_siblings(c, id, rec)
-  local join, flow_id, seen = edges.join(rec), rec.flow_id, 0
-  local key, cursor = K.into(c.tag, flow_id, id), rec.sibling_scan or '0'
+  local join, flow_id = edges.join(rec), rec.flow_id
+  local key, place = K.into(c.tag, flow_id, id), tonumber(rec.sibling_scan or 0)
   -- Edges that came after the decision do not belong to it.
   local reason, last = string.match(rec.siblings, '^(%S+) (%d+)$')
   local function stop()
-    if cursor ~= '0' then record.set(c, id, rec, 'sibling_scan', cursor) end
+    record.set(c, id, rec, 'sibling_scan', values.text(place))
     return false
   end
-  repeat
-    local page = server.call('HSCAN', key, cursor, 'COUNT', PAGE)
-    for i = 1, #page[2], 2 do
-      local e = edges.parse(id, page[2][i + 1])
+  for _ = 1, MAX_PAGES do
+    for _, line in ipairs(lines_at(key, place + 1, place + PAGE)) do
+      local e = line and edges.parse(id, line)
+      if not e or e.number > tonumber(last) then
+        record.clear(c, id, rec, 'sibling_scan', 'siblings')
+        return true
+      end
       local up_id = edges.id_of(c, e.upstream)
-      -- Those that ended take no room, or a call with little of it would never get past them.
-      if e.state == 'u' and e.number <= tonumber(last) and may_live(c, up_id) then
+      if e.state == 'u' and may_live(c, up_id) then
         if cascade.room(c) <= 0 then return stop() end
         cascade.unit(c, { 's', flow_id, edges.uuid_of(id), e.upstream },
           function() cancel_sibling(c, flow_id, id, up_id, reason, join.spares) end)
       end
+      place = place + 1
     end
-    cursor, seen = page[1], seen + #page[2] / 2
-    if cursor ~= '0' and seen >= MAX_SEEN then return stop() end
-  until cursor == '0'
-  record.clear(c, id, rec, 'sibling_scan', 'siblings')
-  return true
+  end
+  return stop()
 end
 
 local REASONS = { s = 'sibling_quorum_satisfied', i = 'sibling_quorum_impossible' }
@@ -205,6 +213,7 @@ local function decide(c, id, rec, verdict, e, fields)
     local last = flow.read(c, rec.flow_id).edge_count
     values.append(fields, { 'siblings', REASONS[verdict] .. ' ' .. last })
     server.call('SADD', groups, name)
+    record.clear(c, id, rec, 'sibling_scan')
   end
   cascade.move(c, id, rec, verdict, fields)
   if not (join and join.cancels) then return end
@@ -217,11 +226,13 @@ end
 
 -- Tells one child that one upstream ended. Returns satisfied, impossible, pending, already_fired,
 -- already_resolved or invalid_dependency; and whether the child got the result, or was skipped.
-function cascade.resolve(c, flow_id, edge_id, id, up_id, up)
+function cascade.resolve(c, flow_id, place, id, up_id, up)
   local key, f = K.into(c.tag, flow_id, id), flow.read(c, flow_id)
-  local text = server.call('HGET', key, edge_id)
+  local text = server.call('HGET', key, place)
   local e = text and edges.parse(id, text)
-  if not f or not e or e.state == 'g' then return 'invalid_dependency' end
+  if not f or not e or e.state == 'g' or e.upstream ~= edges.uuid_of(up_id) then
+    return 'invalid_dependency'
+  end
   if e.state ~= 'u' then return 'already_resolved' end
   local run = tonumber(up.replay_count or 0)
   -- After a replay of the child, only a later run of the upstream counts.
@@ -236,7 +247,7 @@ function cascade.resolve(c, flow_id, edge_id, id, up_id, up)
   local count = edges.COUNTERS[e.state]
   g[count] = g[count] + 1
   e.resolved = values.text(c.now - tonumber(f.created_at))
-  server.call('HSET', key, edge_id, edges.format(e))
+  server.call('HSET', key, place, edges.format(e))
   local was_open = g.state == 'p'
   local verdict = was_open and edges.verdict(c, id, rec, g) or nil
   g.state = verdict or g.state
@@ -268,10 +279,9 @@ local function resolve_edges(c, flow_id, id, rec)
     local taken = 0
     for i = 1, #page, 2 do
       if cascade.room(c) <= 0 then break end
-      local edge_id, child = string.sub(page[i], 1, 36), string.sub(page[i], 38)
-      local child_id = edges.id_of(c, child)
-      local answer = cascade.unit(c, cascade.edge_name(flow_id, edge_id, up, child),
-        cascade.resolve, flow_id, edge_id, child_id, id, rec)
+      local child_id, place = edges.noted(c, page[i])
+      local answer = cascade.unit(c, cascade.edge_name(flow_id, place, up, edges.uuid_of(child_id)),
+        cascade.resolve, flow_id, place, child_id, id, rec)
       cascade.count_resolved(c, answer)
       from, taken = page[i + 1], taken + 2
     end

@@ -33,6 +33,7 @@ end
 function graph.add_member(c, flow_id, f, id, rec)
   grow(c, flow_id, f, 'node_count')
   c:zadd(K.members(c.tag, flow_id), f.node_count, id)
+  c:zadd(K.member_ids(c.tag, flow_id), '0', id)
   if f.parent_execution_id and not rec.out then
     server.call('ZADD', K.exits(c.tag, flow_id), f.node_count, id)
   end
@@ -40,6 +41,13 @@ function graph.add_member(c, flow_id, f, id, rec)
   c.upstreams = c.upstreams or {}
   c.upstreams[id] = { flow_id = flow_id, rank = tonumber(rec.rank or 0), out = rec.out,
     state = rec.state }
+end
+
+-- Removes a member, with its edges, from the lists of its flow.
+function graph.remove_member(c, flow_id, id)
+  server.call('ZREM', K.members(c.tag, flow_id), id)
+  server.call('ZREM', K.member_ids(c.tag, flow_id), id)
+  server.call('UNLINK', K.into(c.tag, flow_id, id), K.out(c.tag, flow_id, id))
 end
 
 -- The first error among edges into a new child, by the check order of staging; nil if none. An edge
@@ -80,34 +88,43 @@ function graph.rank(c, list, floor)
   return rank
 end
 
+-- The place of the next edge into a child.
+local function next_place(c, flow_id, id)
+  c.inbound = c.inbound or {}
+  local place = (c.inbound[id] or server.call('HLEN', K.into(c.tag, flow_id, id))) + 1
+  c.inbound[id] = place
+  return place
+end
+
+-- Returns the edge, its upstream and its place.
 function graph.add_edge(c, flow_id, f, id, each, state)
   local edge_id, up_uuid, kind, input, ref = each[1], each[2], each[3], each[4], each[5]
-  local up_id = edges.id_of(c, up_uuid)
+  local up_id, place = edges.id_of(c, up_uuid), next_place(c, flow_id, id)
   local up = upstream(c, up_id)
   grow(c, flow_id, f, 'edge_count')
-  local e = { state = state, kind = kind, number = f.edge_count, upstream = up_uuid,
+  local e = { state = state, kind = kind, number = f.edge_count, upstream = up_uuid, id = edge_id,
     made = values.text(math.max(0, c.now - tonumber(f.created_at))), run = '', resolved = '',
     input = input, ref = ref }
-  server.call('HSET', K.into(c.tag, flow_id, id), edge_id, edges.format(e))
+  server.call('HSET', K.into(c.tag, flow_id, id), place, edges.format(e))
   c.new_edges = c.new_edges or {}
-  local new = c.new_edges[flow_id] or {}
-  new[#new + 1], new[#new + 2] = edge_id, edges.uuid_of(id)
+  local new, note = c.new_edges[flow_id] or {}, edges.note(id, place)
+  new[#new + 1], new[#new + 2] = edge_id, note
   c.new_edges[flow_id] = new
-  server.call('ZADD', K.out(c.tag, flow_id, up_id), f.edge_count, edge_id .. ' ' .. edges.uuid_of(id))
+  server.call('ZADD', K.out(c.tag, flow_id, up_id), f.edge_count, note)
   if not up.out then
     up.out = '1'
     if f.parent_execution_id then server.call('ZREM', K.exits(c.tag, flow_id), up_id) end
     server.call('HSET', K.core(c.tag, up_id), 'out', '1')
   end
-  return e, up
+  return e, up, place
 end
 
 -- Resolves an applied edge whose upstream has ended already; returns the answer, or nil.
-function graph.resolve_ended(c, flow_id, edge_id, id, up_uuid)
+function graph.resolve_ended(c, flow_id, place, id, up_uuid)
   local up_id = edges.id_of(c, up_uuid)
   local up = record.read(c, up_id)
   if not up or not S.is_terminal(up.state) then return nil end
-  local answer = cascade.resolve(c, flow_id, edge_id, id, up_id, up)
+  local answer = cascade.resolve(c, flow_id, place, id, up_id, up)
   cascade.count_resolved(c, answer)
   return answer
 end
@@ -120,23 +137,23 @@ function graph.widen(c, flow_id, more)
     local id = edges.id_of(c, each[6])
     wide[id] = true
     if server.call('HEXISTS', K.edges(c.tag, flow_id), each[1]) == 0 then
-      local _, up = graph.add_edge(c, flow_id, f, id, each, 'u')
+      local e, up, place = graph.add_edge(c, flow_id, f, id, each, 'u')
       if up.rank >= upstream(c, id).rank then set_rank(c, id, up.rank + 1) end
-      if S.is_terminal(up.state) then ended[#ended + 1] = each end
+      if S.is_terminal(up.state) then ended[#ended + 1] = { id, place, e.upstream } end
     end
   end
   for _, each in ipairs(ended) do
-    graph.resolve_ended(c, flow_id, each[1], edges.id_of(c, each[6]), each[2])
+    graph.resolve_ended(c, flow_id, each[2], each[1], each[3])
   end
   for id in pairs(wide) do cascade.cancel_later(c, id) end
 end
 
 -- Makes a staged edge count. Returns how many edges of the child are open, and the answer of an
 -- upstream that has ended already.
-function graph.apply(c, flow_id, f, id, rec, edge_id, e)
+function graph.apply(c, flow_id, f, id, rec, place, e)
   if S.is_terminal(rec.state) then reply.refuse('terminal') end
   e.state = 'u'
-  server.call('HSET', K.into(c.tag, flow_id, id), edge_id, edges.format(e))
+  server.call('HSET', K.into(c.tag, flow_id, id), place, edges.format(e))
   local g = edges.group(id, rec)
   g.n = g.n + 1
   -- A decided join stays decided, but one of all that was satisfied waits for the new edge, too.
@@ -147,7 +164,7 @@ function graph.apply(c, flow_id, f, id, rec, edge_id, e)
   if S.is_runnable(rec.state) and reopened and not S.is_blocked_by_dependencies(rec.state) then
     flow.block(c, id, rec)
   end
-  local resolution = graph.resolve_ended(c, flow_id, edge_id, id, e.upstream)
+  local resolution = graph.resolve_ended(c, flow_id, place, id, e.upstream)
   local after = resolution and record.read(c, id) or rec
   return edges.open_count(edges.group(id, after)), resolution
 end
@@ -155,7 +172,7 @@ end
 local function children(c, flow_id, id)
   local ids = {}
   for i, member in ipairs(server.call('ZRANGE', K.out(c.tag, flow_id, id), 0, -1)) do
-    ids[i] = edges.id_of(c, string.sub(member, 38))
+    ids[i] = edges.noted(c, member)
   end
   return ids
 end
@@ -172,7 +189,7 @@ local function walk(c, flow_id, id, up_id, rank)
     local lowest = ranks[each] + 1
     for _, child in ipairs(children(c, flow_id, each)) do
       local known = upstream(c, child)
-      if known and math.max(known.rank, ranks[child] or 0) < lowest then
+      if known and (ranks[child] or known.rank) < lowest then
         ranks[child] = lowest
         list[#list + 1] = child
       elseif child == up_id then
@@ -327,8 +344,8 @@ function graph.extend(c, flow_id, items, late, more, holds)
   for _, each in ipairs(late) do
     local id = edges.id_of(c, each[6])
     reply.stop_with(graph.cycle_problem(c, flow_id, edges.id_of(c, each[2]), id))
-    local e = graph.add_edge(c, flow_id, f, id, each, 'g')
-    graph.apply(c, flow_id, f, id, record.checked(c, id), each[1], e)
+    local e, _, place = graph.add_edge(c, flow_id, f, id, each, 'g')
+    graph.apply(c, flow_id, f, id, record.checked(c, id), place, e)
   end
   c:close()
   return #fresh + #late

@@ -213,11 +213,13 @@ end
 
 local function join_flow(c, f, id, rec, opts)
   local flow_id, ended = opts.flow, {}
+  c.inbound = c.inbound or {}
+  c.inbound[id] = 0
   graph.add_member(c, flow_id, f, id, rec)
   if S.is_held(rec.state) then server.call('RPUSH', K.held(c.tag, flow_id), id) end
   for _, each in ipairs(opts.deps or NONE) do
-    local _, up = graph.add_edge(c, flow_id, f, id, each, 'u')
-    if S.is_terminal(up.state) then ended[#ended + 1] = each end
+    local e, up, place = graph.add_edge(c, flow_id, f, id, each, 'u')
+    if S.is_terminal(up.state) then ended[#ended + 1] = { place, e.upstream } end
   end
   for _, each in ipairs(ended) do graph.resolve_ended(c, flow_id, each[1], id, each[2]) end
   if #ended > 0 then record.look_again(c, id, rec) end

@@ -172,8 +172,8 @@ function replaying.run_again(c, id, rec, how, upstream)
   if not waits then return end
   -- Also of a decided join: another upstream may reopen it, and nobody else resolves these.
   for _, each in ipairs(opened) do
-    local edge_id, e = each[1], each[2]
-    if has_ended_again(c, e) then graph.resolve_ended(c, rec.flow_id, edge_id, id, e.upstream) end
+    local place, e = each[1], each[2]
+    if has_ended_again(c, e) then graph.resolve_ended(c, rec.flow_id, place, id, e.upstream) end
   end
   record.look_again(c, id, rec)
 end
@@ -181,30 +181,33 @@ end
 local HOW = { reason = 'upstream replayed', requested_by = '' }
 
 -- Has a child that another upstream reopened before wait for the new run of this one, too.
-local function reopen_more(c, id, rec, edge_id, line)
+local function reopen_more(c, id, rec, place, line)
   local blocked, g = S.is_blocked_by_dependencies(rec.state), edges.group(id, rec)
   if rec.subflow_open or not blocked and g.state ~= 's' then return end
   local counter, text, e = edges.counter(line), opened_line(id, line)
-  server.call('HSET', K.into(c.tag, rec.flow_id, id), edge_id, text)
+  server.call('HSET', K.into(c.tag, rec.flow_id, id), place, text)
   g[counter] = math.max(0, g[counter] - 1)
   g.state = edges.verdict(c, id, rec, g) or 'p'
   record.set(c, id, rec, 'deps', edges.group_text(g))
   if g.state == 'p' and not blocked then flow.block(c, id, rec) end
-  if has_ended_again(c, e) then graph.resolve_ended(c, rec.flow_id, edge_id, id, e.upstream) end
+  if has_ended_again(c, e) then graph.resolve_ended(c, rec.flow_id, place, id, e.upstream) end
 end
 
 -- Reopens one child of a member that runs again, if it has ended; returns its record then. `run`:
 -- that of the member; what it has decided already stands.
-local function reopen_child(c, id, upstream, all, edge_id, run)
+local function reopen_child(c, id, upstream, all, place, run)
   local rec = record.checked(c, id)
   if not rec then return nil end
-  local line = server.call('HGET', K.into(c.tag, rec.flow_id, id), edge_id)
+  local line = server.call('HGET', K.into(c.tag, rec.flow_id, id), place)
   local e = line and edges.parse(id, line)
   local decided = line and edges.counter(line)
-  if not e or e.state == 'g' or decided and tonumber(e.run) >= run then return nil end
+  if not e or e.state == 'g' or e.upstream ~= upstream
+      or decided and tonumber(e.run) >= run then
+    return nil
+  end
   if not S.is_terminal(rec.state) then
     if decided and (S.is_blocked_by_dependencies(rec.state) or S.awaits_replay(rec.state)) then
-      reopen_more(c, id, rec, edge_id, line)
+      reopen_more(c, id, rec, place, line)
     end
     return nil
   end
@@ -231,9 +234,9 @@ function replaying.reopen(c, work, all)
       for n = 1, #page, 2 do
         -- One unit may need the room of many.
         if cascade.room(c) <= 0 then break end
-        local child = edges.id_of(c, string.sub(page[n], 38))
+        local child, place = edges.noted(c, page[n])
         local rec = cascade.unit(c, { all and 'R' or 'r', flow_id, upstream,
-          edges.uuid_of(child) }, reopen_child, child, upstream, all, string.sub(page[n], 1, 36), run)
+          edges.uuid_of(child) }, reopen_child, child, upstream, all, place, run)
         if rec then
           count = count + 1
           if rec.out then work[#work + 1] = { id = child, rec = rec } end

@@ -16,7 +16,7 @@ local function past_ended(c, id, rec)
     local page = server.call('ZRANGE', key, '(' .. from, '+inf', 'BYSCORE', 'LIMIT', 0, PAGE,
       'WITHSCORES')
     for i = 1, #page, 2 do
-      local child = edges.id_of(c, string.sub(page[i], 38))
+      local child = edges.noted(c, page[i])
       local ok, state = try(server.call, 'HGET', K.core(c.tag, child), 'state')
       if ok and state and not S.is_terminal(state) then return from, false end
       from = page[i + 1]
@@ -45,8 +45,7 @@ end
 
 -- Removes a member that is being deleted from its flow; the flow keeps counting it.
 function flow_purging.forget(c, id, rec)
-  server.call('ZREM', K.members(c.tag, rec.flow_id), id)
-  server.call('UNLINK', K.into(c.tag, rec.flow_id, id), K.out(c.tag, rec.flow_id, id))
+  graph.remove_member(c, rec.flow_id, id)
   flow.count_trimmed(c, rec.flow_id, rec.state)
 end
 
@@ -54,8 +53,8 @@ end
 local function delete(c, flow_id, id)
   local ok, rec = try(record.read, c, id)
   if not ok or not rec then
-    server.call('ZREM', K.members(c.tag, flow_id), id)
-    server.call('UNLINK', K.into(c.tag, flow_id, id), K.out(c.tag, flow_id, id), K.core(c.tag, id))
+    graph.remove_member(c, flow_id, id)
+    server.call('UNLINK', K.core(c.tag, id))
     return
   end
   if not S.is_terminal(rec.state) then
@@ -82,7 +81,7 @@ function flow_purging.step(c, flow_id)
   for _, kind in ipairs({ 'h', 'f' }) do subflows.forget_failures(c, kind .. '|' .. flow_id) end
   server.call('UNLINK', K.flow(c.tag, flow_id), K.flow_tags(c.tag, flow_id),
     K.edges(c.tag, flow_id), K.held(c.tag, flow_id), K.members(c.tag, flow_id),
-    K.exits(c.tag, flow_id))
+    K.member_ids(c.tag, flow_id), K.exits(c.tag, flow_id))
   for _, name in ipairs({ 'flow_index', 'flow_due', 'cancel_backlog', 'release_backlog' }) do
     server.call('ZREM', K.index(c.tag, name), flow_id)
   end

@@ -81,14 +81,15 @@ class BudgetsQuery(PageQuery, frozen=True, kw_only=True):
 async def list_budgets(call: Call[None, BudgetsQuery]) -> Reply:
     """List budgets by id."""
     query = call.query
-    if not query.size:
-        return answer({"budgets": [], "next_cursor": None})
     page = await call.backend.budgets.list_budgets(
         after=query.cursor,
-        limit=query.size,
+        # The cursor is checked even if no entry is asked for.
+        limit=max(1, query.size),
         scope_type=query.scope_type,
         scope_id=query.scope_id,
     )
+    if not query.size:
+        return answer({"budgets": [], "next_cursor": None})
     return answer(page_of("budgets", [struct(each) for each in page.entries], page))
 
 
@@ -222,8 +223,6 @@ async def create_quota(call: Call[CreateQuota, NoQuery]) -> Reply:
 @routes.get("/v1/quotas", scope="read", answers={200: Listed("quotas", quotas.QuotaStatus)})
 async def list_quotas(call: Call[None, PageQuery]) -> Reply:
     """List quotas by id."""
-    if not call.query.size:
-        return answer({"quotas": [], "next_cursor": None})
     page = await call.backend.quotas.list_quota_policies(call.query.cursor, call.query.size)
     return answer(page_of("quotas", [struct(each) for each in page.entries], page))
 

@@ -24,8 +24,6 @@ P = TypeVar("P", bound=tuple[int | str, ...])
 @routes.get("/v1/lanes", scope="read", answers={200: Listed("lanes", str)})
 async def list_lanes(call: Call[None, PageQuery]) -> Reply:
     """List lanes by name."""
-    if not call.query.size:
-        return answer({"lanes": [], "next_cursor": None})
     names, more = await call.backend.lanes.list_lanes(call.query.cursor, call.query.size)
     return answer({"lanes": names, "next_cursor": more})
 
@@ -83,12 +81,13 @@ class WorkersQuery(PageQuery, frozen=True, kw_only=True):
 async def list_workers(call: Call[None, WorkersQuery]) -> Reply:
     """List live worker processes by instance id."""
     query = call.query
+    after = " ".join(_position(query.cursor, tuple[str, str]) or ())
     if not query.size:
         return answer({"workers": [], "next_cursor": None})
-    after = " ".join(_position(query.cursor, tuple[str, str]) or ())
-    found = await call.backend.workers.list_workers(query.namespace, after, query.size)
-    more = _sealed(tuple(found[-1].cursor.split(" "))) if len(found) == query.size else None
-    rows = [struct(worker) for worker in found if call.caller.sees(worker.namespace)]
+    found = await call.backend.workers.list_workers(query.namespace, after, query.size + 1)
+    page = found[: query.size]
+    more = _sealed(tuple(page[-1].cursor.split(" "))) if len(found) > len(page) else None
+    rows = [struct(worker) for worker in page if call.caller.sees(worker.namespace)]
     return answer({"workers": rows, "next_cursor": more})
 
 
@@ -103,8 +102,6 @@ class ExpiredQuery(PageQuery, frozen=True, kw_only=True):
 async def list_expired_leases(call: Call[None, ExpiredQuery]) -> Reply:
     """List leases that have expired, by expiry and execution id."""
     query = call.query
-    if not query.size:
-        return answer({"leases": [], "next_cursor": None})
     page = await call.backend.leases.list_expired_leases(
         query.as_of,
         after=_position(query.cursor, tuple[int, str]),
@@ -143,8 +140,6 @@ class NamespaceQuery(msgspec.Struct, frozen=True, kw_only=True):
 async def list_worker_leases(call: Call[None, PageQuery]) -> Reply:
     """List the leases that a worker process holds."""
     instance = call.worker("instance")
-    if not call.query.size:
-        return answer({"leases": [], "next_cursor": None})
     page = await call.backend.workers.list_worker_leases(
         instance, call.query.cursor, call.query.size
     )

@@ -1,7 +1,6 @@
 """Flows: their headers, members and edges, and cancelling them (10 §3.4, §3.7)."""
 
 import asyncio
-import base64
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -170,40 +169,12 @@ async def add_member(call: Call[AddMember, NoQuery]) -> Reply:
 )
 async def list_members(call: Call[None, PageQuery]) -> Reply:
     """List the members of a flow by id."""
-    flow = await _flow(call)
-    cursor, size = call.query.cursor, call.query.size
-    after = _opened(flow.flow_id, cursor)
-    ids = sorted(each for each in await _member_ids(call, flow.flow_id) if each > after)
-    chosen = ids[:size]
-    rows = await asyncio.gather(*(_summary(call, each) for each in chosen))
-    more = _sealed(flow.flow_id, chosen[-1]) if chosen and len(ids) > len(chosen) else None
-    return answer({"members": [row for row in rows if row is not None], "next_cursor": more})
-
-
-def _sealed(flow_id: str, last: ExecutionId) -> str:
-    return base64.urlsafe_b64encode(f"{flow_id}|{last}".encode()).decode()
-
-
-def _opened(flow_id: str, cursor: str) -> str:
-    """The last member that was listed; a cursor of another flow is none."""
-    try:
-        of, _, last = base64.urlsafe_b64decode(cursor).decode().partition("|")
-        if not cursor or (of == flow_id and last == ExecutionId.parse(last)):
-            return last
-    except (ValueError, ValidationError):
-        pass
-    raise Problem("invalid_cursor", "cursor: must be one that this listing returned")
-
-
-async def _member_ids(call: Call[Any, Any], flow_id: str) -> list[ExecutionId]:
-    found: list[ExecutionId] = []
-    cursor = ""
-    while True:
-        page = await call.backend.flows.list_members(flow_id, cursor=cursor)
-        found += [member.execution_id for member in page.entries]
-        if page.next_cursor is None:
-            return found
-        cursor = page.next_cursor
+    flow, query = await _flow(call), call.query
+    page = await call.backend.flows.list_members(
+        flow.flow_id, cursor=query.cursor, limit=query.size
+    )
+    rows = await asyncio.gather(*(_summary(call, each.execution_id) for each in page.entries))
+    return answer(page_of("members", [row for row in rows if row is not None], page))
 
 
 async def _summary(call: Call[Any, Any], execution_id: ExecutionId) -> dict[str, Any] | None:
