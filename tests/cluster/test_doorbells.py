@@ -25,6 +25,7 @@ from tests.cluster.test_moved_slots import moved
 from tests.sdk.test_doorbell import GPU, OFFERS
 from tests.support.cluster import TestCluster
 from tests.support.sdk import config, opener, serving, submit, until
+from tests.support.server_time import ONCE_US
 
 PARTITIONS = 12
 
@@ -418,6 +419,26 @@ async def test_who_is_gone_makes_room(backend: ValkeyBackend, sleepers: Sleepers
     await sleepers.add("alive")
     place = await rung(backend)
     assert await sleepers.next() == ("alive", place)
+
+
+async def test_a_full_table_is_searched_for_room_in_a_short_call(
+    cluster: TestCluster, backend: ValkeyBackend
+) -> None:
+    async def register(n: int) -> None:
+        args = (f"w{n}", 60_000, "", f"lane-{n % 1000}")
+        await backend.calls.fcall("ff_listen_here", "{fp:0}", args, op="listen")
+
+    for n in range(10_000):
+        await register(n)
+    await log_calls(cluster)
+    await register(10_000)
+    node = cluster.owner(slot_of("{fp:0}"))
+    log = await cluster.call(node, "COMMANDLOG", "GET", -1, "slow")
+    # The table goes with the library.
+    await cluster.call(node, "FUNCTION", "FLUSH")
+    await ensure_library(backend.transport)
+    (took,) = [entry[2] for entry in log if entry[3][:2] == [b"FCALL", b"ff_listen_here"]]
+    assert took <= ONCE_US
 
 
 async def test_rings_that_nobody_hears_are_forgotten(

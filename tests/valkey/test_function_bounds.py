@@ -59,6 +59,7 @@ CONSTANT = {
     "ff_worker_drain": ONE_RECORD,
     "ff_refuse_claims": "its callers name one process",
     "ff_worker_heartbeat": ONE_RECORD,
+    "ff_listen_here": "tests/cluster/test_doorbells.py measures it: only a cluster has it",
     "ff_version": "returns constants",
 }
 """Functions whose cost depends on no list, no batch and no payload."""

@@ -117,6 +117,33 @@ async def test_surveying_many_lanes_with_all_their_signatures(engine: Engine) ->
 
 
 @pytest.mark.corrupts
+async def test_reading_lanes_with_all_their_signatures(engine: Engine) -> None:
+    tag, lanes = engine.new_id().tag, [f"l{n}" for n in range(32)]
+    await engine.backend.places.register_places({tag: lanes})
+    await command(engine, "SADD", "filler", *(f"capability-{n}" for n in range(128)))
+    await copy(engine, "filler", (keys.lane(tag, lane, "sigs") for lane in lanes))
+    # Executions that are gone never end the search for the oldest early.
+    members = [part for n, each in enumerate(uuids(300)) for part in (n, f"{tag}:{each}")]
+    await command(engine, "ZADD", "entries", *members)
+    for lane in lanes:
+        await copy(engine, "entries", [keys.lane(tag, lane, "eligible")])
+        for n in range(128):
+            await copy(engine, "entries", [keys.eligible(tag, lane, f"capability-{n}")])
+
+    async def count() -> None:
+        counts = await engine.backend.listings.count_lanes(lanes)
+        # No worker can take those that require a capability.
+        sizes = [(of["eligible"], of["blocked_route"]) for of in counts.values()]
+        assert sizes == [(300, 300 * 128)] * 32
+
+    async def find_oldest() -> None:
+        assert await engine.backend.listings.oldest_eligible(lanes) == dict.fromkeys(lanes, 0)
+
+    await assert_short(engine, "ff_count_lanes", count)
+    await assert_short(engine, "ff_oldest_eligible", find_oldest)
+
+
+@pytest.mark.corrupts
 async def test_listing_the_suspended_of_many_lanes(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
