@@ -72,7 +72,7 @@ def test_a_batch_that_was_stored_in_part_tells_which() -> None:
     new = NewExecution(execution_id=ids[0], execution_kind="greet")
     words = r"2 calls were stored; 1 were refused.*calls\[1\]"
     with pytest.raises(SubmitManyError, match=words) as caught:
-        created([new] * 3, [first, draining, last])
+        created(dict.fromkeys(range(3), new), [first, draining, last])
     assert caught.value.runs == {0: ids[0], 2: ids[1]}
     assert caught.value.errors == {1: draining}
     assert caught.value.unsure == {}

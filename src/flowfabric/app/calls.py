@@ -335,18 +335,20 @@ def check_sizes(payloads: Sequence[bytes], limit: int) -> None:
 
 
 async def sent(
-    items: Sequence[NewExecution], send: Callable[[list[NewExecution]], Awaitable[list[T]]]
+    sizes: list[int], send: Callable[[Sequence[int]], Awaitable[Sequence[T]]]
 ) -> list[T]:
-    """What `send` returns for each item. While the server stores a part, others are prepared."""
-    parts = deque(in_parts(list(range(len(items))), [len(item.input_payload) for item in items]))
+    """What `send` returns for each position. While the server stores a part, others are prepared.
+
+    `sizes`: that of the payload at each position.
+    """
+    parts = deque(in_parts(list(range(len(sizes))), sizes))
     answers: dict[int, T] = {}
 
     async def send_some() -> None:
         try:
             while parts:
                 part = parts.popleft()
-                found = await send([items[position] for position in part])
-                answers.update(zip(part, found, strict=True))
+                answers.update(zip(part, await send(part), strict=True))
         except BaseException:
             parts.clear()
             raise
@@ -356,10 +358,10 @@ async def sent(
     ):
         if failure is not None:
             raise failure
-    return [answers[position] for position in range(len(items))]
+    return [answers[position] for position in range(len(sizes))]
 
 
-def created(items: Sequence[NewExecution], answers: Sequence[T | EngineError]) -> list[T]:
+def created(items: Mapping[int, NewExecution], answers: Sequence[T | EngineError]) -> list[T]:
     """The handles of a batch. Raises `SubmitManyError` if only some calls were stored."""
     runs: dict[int, T] = {}
     errors: dict[int, EngineError] = {}

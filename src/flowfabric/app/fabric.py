@@ -173,27 +173,37 @@ class Fabric(AsyncClosing):
             return []
         client = await self.client()
         await client.backend.places.learn_lane(task.lane)
-        ids = client.mint(task.lane, len(payloads))
-        new = list(map(task.new_execution, ids, payloads))
-        if keys is not None:
-            calls_with_keys = zip(new, keys, given, strict=True)
-            new = [client.place(task.keyed(e, key, *call)) for e, key, call in calls_with_keys]
         check_sizes(payloads, client.backend.max_payload_bytes)
+        new: dict[int, NewExecution] = {}
 
-        async def send(part: list[NewExecution]) -> list[Run[Any] | EngineError]:
+        def prepare(part: Sequence[int]) -> None:
+            for position, execution_id in zip(part, client.mint(task.lane, len(part)), strict=True):
+                made = task.new_execution(execution_id, payloads[position])
+                if keys is not None:
+                    made = client.place(task.keyed(made, keys[position], *given[position]))
+                new[position] = made
+
+        if keys is not None:
+            # Nothing is sent if a key is refused.
+            prepare(range(len(payloads)))
+
+        async def send(part: Sequence[int]) -> list[Run[Any] | EngineError]:
+            if keys is None:
+                prepare(part)
             return [
                 outcome if isinstance(outcome, EngineError) else self._run(task, outcome)
-                for outcome in await client.submit_many(part)
+                for outcome in await client.submit_many([new[position] for position in part])
             ]
 
         try:
-            answers = await sent(new, send)
+            answers = await sent(list(map(len, payloads)), send)
         except EngineError as error:
-            is_one_call = len(new) <= PART and len({each.execution_id.tag for each in new}) == 1
+            prepare([position for position in range(len(payloads)) if position not in new])
+            is_one_call = len(new) <= PART and len({e.execution_id.tag for e in new.values()}) == 1
             if is_one_call and not getattr(error, "ambiguous", False):
                 # The engine refused it.
                 raise
-            unsure = {n: self.get_run(e.execution_id, task) for n, e in enumerate(new)}
+            unsure = {n: self.get_run(new[n].execution_id, task) for n in sorted(new)}
             raise SubmitManyError({}, {}, unsure) from error
         return created(new, answers)
 

@@ -12,7 +12,7 @@ from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState, StateVector
 
 
-class NewExecution(msgspec.Struct, frozen=True, kw_only=True):
+class NewExecution(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One execution to create. Only the id and the kind are required."""
 
     execution_id: ExecutionId
@@ -41,7 +41,7 @@ class NewExecution(msgspec.Struct, frozen=True, kw_only=True):
     """Members of the flow that it waits for."""
 
 
-class Created(NamedOutcome[Literal["created"]], frozen=True):
+class Created(NamedOutcome[Literal["created"]], frozen=True, gc=False):
     """The execution was accepted."""
 
     execution_id: ExecutionId

@@ -72,14 +72,27 @@ def check_digest(digest: Any) -> None:
         raise invalid_input("idempotency_digest", problem)
 
 
-def check_new(item: NewExecution, max_payload_bytes: int) -> None:
-    """Refuse an execution that cannot be created as described."""
-    ids.validate_text(item.execution_kind, "execution_kind", required=True)
-    ids.validate_lane(item.lane_id)
-    ids.validate_namespace(item.namespace)
+def _names_the_same(item: NewExecution, other: NewExecution) -> bool:
+    """Whether the names of both are the same objects, as those of one task's submissions are."""
+    return (
+        item.execution_kind is other.execution_kind
+        and item.lane_id is other.lane_id
+        and item.namespace is other.namespace
+        and item.payload_encoding is other.payload_encoding
+    )
+
+
+def check_new(
+    item: NewExecution, max_payload_bytes: int, checked: NewExecution | None = None
+) -> None:
+    """Refuse an execution that cannot be created as described; `checked` passed before."""
+    if checked is None or not _names_the_same(item, checked):
+        ids.validate_text(item.execution_kind, "execution_kind", required=True)
+        ids.validate_lane(item.lane_id)
+        ids.validate_namespace(item.namespace)
+        if item.payload_encoding != "":
+            check.label(item.payload_encoding, "payload_encoding")
     check_size(item.input_payload, "input_payload", max_payload_bytes)
-    if item.payload_encoding != "":
-        check.label(item.payload_encoding, "payload_encoding")
     if item.priority is not None:
         check.whole(item.priority, "priority")
     if item.partition_id is not None and item.partition_id != item.execution_id.partition:

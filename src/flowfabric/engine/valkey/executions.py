@@ -64,9 +64,10 @@ class ValkeyExecutions(api.Executions):
         outcomes: Created = [None] * len(items)
         valid: list[int] = []
         keyed: list[int] = []
+        checked: NewExecution | None = None
         for position, item in enumerate(items):
             try:
-                items[position] = self._checked(item)
+                items[position] = checked = self._checked(item, checked)
             except EngineError as error:
                 outcomes[position] = error
             else:
@@ -120,13 +121,13 @@ class ValkeyExecutions(api.Executions):
         else:
             await finished(_PARTITIONS_AT_ONCE, create, batches.items())
 
-    def _checked(self, item: Any) -> NewExecution:
+    def _checked(self, item: Any, checked: NewExecution | None) -> NewExecution:
         if type(item) is not NewExecution:
             check.instance(item, NewExecution, "items")
         known = self._calls.checked(item.execution_id)
         if known is not item.execution_id:
             item = msgspec.structs.replace(item, execution_id=known)
-        api.check_new(item, self._calls.max_payload_bytes)
+        api.check_new(item, self._calls.max_payload_bytes, checked)
         api.check_kind(item)
         if item.flow_id is not None or item.depends_on:
             api.check_joining(item, self._calls.counts)
