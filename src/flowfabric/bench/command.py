@@ -106,18 +106,18 @@ def bench(
         if given and scenario != "lifecycle":
             raise typer.BadParameter(f"{name} is only for the lifecycle scenario")
     # Engine, event loop and tables are loaded for a run only: `flowfabric --help` stays quick.
-    import uvloop  # noqa: PLC0415
     from rich.console import Console  # noqa: PLC0415
 
     from flowfabric.bench.report import Options, Progress, as_table  # noqa: PLC0415
     from flowfabric.bench.scenarios import MEASUREMENTS, measure  # noqa: PLC0415
     from flowfabric.core.errors import FlowFabricError  # noqa: PLC0415
+    from flowfabric.sdk.service import service_runner  # noqa: PLC0415
 
     usual = MEASUREMENTS[scenario]
     options = Options(n=n or usual.n, aof=aof, unbatched=unbatched, with_floor=with_floor)
     try:
-        with Progress() as progress:
-            report = uvloop.run(measure(scenario, options, repeat or usual.repeat, progress))
+        with Progress() as progress, service_runner() as runner:
+            report = runner.run(measure(scenario, options, repeat or usual.repeat, progress))
     except FlowFabricError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error

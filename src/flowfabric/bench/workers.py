@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, Callable
 from typing import IO, Any, NamedTuple, Self
 
 import msgspec
-import uvloop
 
 from flowfabric.app.context import Context
 from flowfabric.app.fabric import Fabric
@@ -22,6 +21,7 @@ from flowfabric.bench.arena import LANE, Arena, poll
 from flowfabric.core.errors import ConfigError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
+from flowfabric.sdk.service import service_runner
 
 LIMITS = "bench"
 """The name of the budget and of the quota of `BenchApp.limited`."""
@@ -205,4 +205,5 @@ async def worker_process(
 
 
 if __name__ == "__main__":
-    uvloop.run(_run(msgspec.json.decode(sys.argv[1], type=Plan)))
+    with service_runner() as runner:
+        runner.run(_run(msgspec.json.decode(sys.argv[1], type=Plan)))

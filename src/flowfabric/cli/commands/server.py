@@ -20,6 +20,7 @@ from flowfabric.cli.settings import Assignments, File, load_settings
 from flowfabric.cli.views.screen import Row, Screen, print_json
 from flowfabric.core.text import shown
 from flowfabric.engine.connect import ServerLocation, check_environment
+from flowfabric.sdk.service import service_runner
 from flowfabric.server import config as settings
 from flowfabric.server.auth import read_tokens
 from flowfabric.server.config import ServerConfig, misspelled
@@ -91,20 +92,12 @@ def server(
     for text in _warnings(checked):
         log.warning(text, extra={"action": "setting_doubtful"})
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with service_runner() as runner:
             start = ServerProcess.start(checked, location, http=http)
             runner.run(_serve(start, location, as_json=as_json))
     finally:
         location.close()
         flush_logs()
-
-
-def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop  # noqa: PLC0415 - not on every platform
-    except ImportError:
-        return None
-    return uvloop.Loop
 
 
 def _print_check(warnings: list[str], *, as_json: bool) -> None:

@@ -34,6 +34,7 @@ from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.connect import ServerLocation
 from flowfabric.sdk.logs import log_always
 from flowfabric.sdk.runtime import RunSummary
+from flowfabric.sdk.service import service_runner
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +218,7 @@ def _serve(
 ) -> None:
     """Run the worker until a signal stops it, and print a summary."""
     started = time.monotonic()
-    runner = asyncio.Runner(loop_factory=_loop_factory())
+    runner = service_runner()
     try:
         summary = runner.run(_run(app, worker, grace_s, member, serve_metrics, as_json=as_json))
     except BaseException as error:
@@ -235,14 +236,6 @@ def _serve(
 def _report(error: BaseException, *, as_json: bool) -> None:
     if isinstance(error, FlowFabricError):
         report(error, as_json=as_json)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop  # noqa: PLC0415 - not on every platform
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
 
 
 async def _run(
