@@ -208,6 +208,7 @@ async def test_a_draining_worker_costs_one_call_per_namespace(engine: Engine) ->
 async def test_work_that_was_lost_is_reserved_too(engine: Engine, make_worker: MakeWorker) -> None:
     """03 D7: claim cycles serve it first-class, in the order of the lane."""
     lost = (await engine.running()).execution_id
+    await engine.advance(1)
     (later,) = await submit(engine.backend)
     await engine.backend.leases.revoke_lease(lost)
     grants = WorkerGrants(engine.backend)
