@@ -141,27 +141,19 @@ local function read_entries(q, ids)
   for i, id in ipairs(ids) do
     local time, slot = tonumber(times[i] or 0), q.cap > 0 and tonumber(slots[i] or 0) or 0
     local counted = time > q.edge
-    local held = slot > q.now
-    -- While its slot lasts, a run may start whose admission has left the window.
-    found[id] = { time = counted and time or nil, guard = (counted or held) and guards[i] or nil,
-      slot = held and slot or nil }
+    found[id] = { time = counted and time or nil, guard = counted and guards[i] or nil,
+      slot = slot > q.now and slot or nil }
   end
   return found
 end
 
 local function admit_one(q, entry, run, request, ends)
   local guard, slot = entry.guard, entry.slot
-  -- Another scheduler may count on the slot until it ends.
-  if slot and slot < quota.CLAIMED then ends = math.max(slot, ends) end
   -- That run was claimed already: whoever asks for it again asks too late, and leaves its slot alone.
   local claimed = slot and slot >= quota.CLAIMED + run
   -- The guard of an earlier run is as good as released.
   if guard and guard.run < run then guard = nil end
   if guard and (slot or q.cap == 0) then
-    if not entry.time and not claimed then
-      if q.rate > 0 and q.count >= q.rate then return 'rate' end
-      q.count, entry.time, entry.new_time = q.count + 1, q.now, true
-    end
     if slot and not claimed then entry.new_slot, entry.slot = ends, ends end
     -- The repeat of a call whose reply was lost.
     if guard.request == request then return 'admitted' end
