@@ -172,6 +172,32 @@ async def test_admitting_again_extends_an_unconfirmed_slot(engine: Engine, at: i
     assert await admit(engine, name) == "concurrency"
 
 
+async def test_admitting_again_never_shortens_a_slot(engine: Engine, at: int) -> None:
+    """Whoever was admitted first counts on it until it ends."""
+    name, execution_id = await policy(engine, max_concurrent=1), engine.new_id()
+    await admit(engine, name, execution_id, slot_ttl_ms=9000)
+    assert await admit(engine, name, execution_id, slot_ttl_ms=1000) == "already"
+    assert await admit(engine, name) == f"concurrency {9000 + SLACK}"
+
+
+async def test_an_admission_lasts_as_long_as_its_slot(engine: Engine, at: int) -> None:
+    """When it has left the window, it counts again; only the first to be admitted may undo it."""
+    name = await policy(engine, max_requests_per_window=1, max_concurrent=2)
+    execution_id, quotas = engine.new_id(), engine.backend.quotas
+    await admit(engine, name, execution_id, slot_ttl_ms=3 * WINDOW)
+    await engine.freeze(at + WINDOW)
+    assert await admit(engine, name, execution_id) == "already"
+    assert await used(engine, name) == (1, 1)
+    assert await admit(engine, name) == f"rate {WINDOW}"
+    await engine.freeze(at + 2 * WINDOW)
+    await admit(engine, name)
+    assert await admit(engine, name, execution_id) == f"rate {WINDOW}"
+    await quotas.confirm_admission(name, execution_id)
+    # It runs: whoever asks for it now asks too late, and it counts no start.
+    assert await admit(engine, name, execution_id) == "already"
+    assert await used(engine, name) == (1, 2)
+
+
 async def test_a_slot_that_ended_is_taken_again_without_a_second_entry(
     engine: Engine, at: int
 ) -> None:
@@ -190,9 +216,9 @@ async def test_a_slot_that_ended_is_taken_again_without_a_second_entry(
 async def test_only_other_executions_fill_the_cap(engine: Engine, at: int) -> None:
     name, execution_id = await policy(engine, max_concurrent=1), engine.new_id()
     await admit(engine, name, execution_id, slot_ttl_ms=10 * WINDOW)
-    # Its guard has ended, its slot has not.
+    # Its place in the window has ended, the slot of its earlier run has not.
     await engine.freeze(at + WINDOW)
-    assert await admit(engine, name, execution_id) == "admitted"
+    assert await admit(engine, name, execution_id, run=1) == "admitted"
     assert await used(engine, name) == (1, 1)
 
 

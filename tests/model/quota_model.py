@@ -45,34 +45,44 @@ class QuotaModel:
 
     def _forget_expired(self) -> None:
         self.entries = self.in_window()
-        self.guards = {each: by for each, by in self.guards.items() if each in self.entries}
         self.slots = self.held()
+        kept = self.entries.keys() | self.slots.keys()
+        self.guards = {each: by for each, by in self.guards.items() if each in kept}
 
     def admit(self, name: str, request: str, ttl: int) -> str:
         if self.rate == 0 and self.cap == 0:
             return "unlimited"
         self._forget_expired()
-        window, held = self.entries, self.held()
-        guard, ends_at = self.guards.get(name), self.now + ttl + SLACK_MS
-        if guard is not None and (name in held or self.cap == 0):
-            if self.cap and held[name].ends_at is not None:
-                self.slots[name] = Slot(ends_at)
-            if guard == request:
-                return "admitted"
-            self.guards[name] = SHARED
+        window, own = self.entries, self.slots.get(name) if self.cap else None
+        if own is not None and own.ends_at is None:
             return "already"
-        if guard is None and self.rate and len(window) >= self.rate:
-            return "rate"
-        if self.cap and len(held.keys() - {name}) >= self.cap:
-            return "concurrency"
-        self.before[name] = self.entries.get(name)
-        if guard is None:
+        guard = self.guards.get(name) if name in window or own else None
+        counted = guard is not None and name in window
+        admitted = guard is not None and (own is not None or self.cap == 0)
+        answer = self._full(name, counted=counted, admitted=admitted)
+        if answer is not None:
+            return answer
+        before = window.get(name)
+        if not counted:
             self.entries[name] = self.now
             self.starts.append((self.now, name))
-        self.guards[name] = request
-        if self.cap and not (name in held and held[name].ends_at is None):
-            self.slots[name] = Slot(ends_at)
+        if self.cap:
+            ends_at = self.now + ttl + SLACK_MS
+            self.slots[name] = Slot(max(ends_at, (own and own.ends_at) or 0))
+        if not admitted:
+            self.before[name] = before
+            self.guards[name] = request
+        elif guard != request:
+            self.guards[name] = SHARED
+            return "already"
         return "admitted"
+
+    def _full(self, name: str, *, counted: bool, admitted: bool) -> str | None:
+        if not counted and self.rate and len(self.entries) >= self.rate:
+            return "rate"
+        if not admitted and self.cap and len(self.slots.keys() - {name}) >= self.cap:
+            return "concurrency"
+        return None
 
     def worded(self, answer: str) -> str:
         """The answer with the time until the next try, as of the end of its batch."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowfabric.core.contracts.leases import Candidate, ClaimGrant
-from flowfabric.core.contracts.quotas import Admitted, RateExceeded
+from flowfabric.core.contracts.quotas import Admitted, AlreadyAdmitted, RateExceeded
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.admission import FOR_BUDGET, Block
@@ -127,16 +127,25 @@ async def test_a_late_caller_does_not_take_the_slot_of_a_run(engine: Engine) -> 
     policy = await quota(engine, cap=1, window=1)
     running = await limited(engine, quota=policy)
     assert await claimed(engine) == [running]
-    # The guard ended with the window. A scheduler that saw the execution before it was claimed asks
-    # for it, fails to claim it, and gives up.
+    # The window is over. A scheduler that saw the execution before it was claimed asks for it.
     await engine.advance(5_000)
     (late,) = await engine.backend.quotas.admit_many(policy, [running])
-    assert isinstance(late, Admitted)
-    await engine.backend.quotas.release_many(policy, [running], rollback=late.request_id)
+    assert isinstance(late, AlreadyAdmitted)
     assert await slots(engine, policy) == 1
     await limited(engine, quota=policy)
     assert await claimed(engine) == []
     await engine.advance(60_000)
+    assert await slots(engine, policy) == 1
+
+
+async def test_a_rollback_leaves_the_slot_of_a_run(engine: Engine) -> None:
+    """An operator claimed what a scheduler had admitted: the scheduler's claim is refused."""
+    quotas, policy = engine.backend.quotas, await quota(engine, cap=1)
+    execution_id = await limited(engine, quota=policy)
+    (admitted,) = await quotas.admit_many(policy, [execution_id])
+    assert isinstance(admitted, Admitted)
+    await quotas.confirm_admission(policy, execution_id)
+    await quotas.release_many(policy, [execution_id], rollback=admitted.request_id)
     assert await slots(engine, policy) == 1
 
 

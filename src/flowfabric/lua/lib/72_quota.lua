@@ -141,36 +141,40 @@ local function read_entries(q, ids)
   for i, id in ipairs(ids) do
     local time, slot = tonumber(times[i] or 0), q.cap > 0 and tonumber(slots[i] or 0) or 0
     local counted = time > q.edge
-    found[id] = { time = counted and time or nil, guard = counted and guards[i] or nil,
-      slot = slot > q.now and slot or nil }
+    local held = slot > q.now
+    -- While its slot lasts, a run may still start although its admission has left the window.
+    found[id] = { time = counted and time or nil, guard = (counted or held) and guards[i] or nil,
+      slot = held and slot or nil }
   end
   return found
 end
 
 local function admit_one(q, entry, run, request, ends)
-  local guard, slot = entry.guard, entry.slot
-  -- That run was claimed already: whoever asks for it again asks too late, and leaves its slot alone.
-  local claimed = slot and slot >= quota.CLAIMED + run
-  -- The guard of an earlier run is as good as released.
+  local guard, slot, before = entry.guard, entry.slot, entry.time
+  -- That run was claimed already: its claim will be refused, so it changes nothing here.
+  if slot and slot >= quota.CLAIMED + run then return 'already' end
+  -- The guard of an earlier run no longer counts.
   if guard and guard.run < run then guard = nil end
-  if guard and (slot or q.cap == 0) then
-    if slot and not claimed then entry.new_slot, entry.slot = ends, ends end
-    -- The repeat of a call whose reply was lost.
-    if guard.request == request then return 'admitted' end
-    if guard.request ~= SHARED then guard.request, entry.new_guard = SHARED, true end
-    return 'already'
-  end
-  if not guard and q.rate > 0 and q.count >= q.rate then return 'rate' end
-  if q.cap > 0 and q.held - (slot and 1 or 0) >= q.cap then return 'concurrency' end
-  entry.guard, entry.new_guard = { run = run, request = request, before = entry.time }, true
-  if not guard then
-    if not entry.time then q.count = q.count + 1 end
+  local counted, admitted = guard and before, guard and (slot or q.cap == 0)
+  if not counted and q.rate > 0 and q.count >= q.rate then return 'rate' end
+  if not admitted and q.cap > 0 and q.held - (slot and 1 or 0) >= q.cap then return 'concurrency' end
+  if not counted then
+    if not before then q.count = q.count + 1 end
     entry.time, entry.new_time = q.now, true
   end
-  if q.cap > 0 and not claimed then
+  if q.cap > 0 then
     if not slot then q.held = q.held + 1 end
+    -- Another scheduler may rely on an unclaimed slot until it ends.
+    if slot and slot < quota.CLAIMED then ends = math.max(slot, ends) end
     entry.slot, entry.new_slot = ends, ends
   end
+  if not admitted then
+    entry.guard, entry.new_guard = { run = run, request = request, before = before }, true
+  elseif guard.request ~= request then
+    guard.request, entry.new_guard = SHARED, true
+    return 'already'
+  end
+  -- Admitted now, or by an earlier call of this request whose reply was lost.
   return 'admitted'
 end
 
