@@ -162,11 +162,11 @@ async def test_slow_renewal_still_counts(
     engine: Engine, make_worker: MakeWorker, valkey: TestServer, proxy: FaultProxy
 ) -> None:
     """An answer later than the interval, but before the lease ran out, keeps it."""
-    task = await one_task(make_worker, engine, valkey.url, proxy.url, lease_ttl_ms=2000)
+    task = await one_task(make_worker, engine, valkey.url, proxy.url, lease_ttl_ms=5000)
     held = task.held
     proxy.pause()
     await until(lambda: held.renewing, "a renewal under way")
-    late = time.monotonic() + 2000 / 3000 * 1.1
+    late = time.monotonic() + 5000 / 3000 * 1.1
     await until(lambda: time.monotonic() > late, "an interval")
     before = held.deadline
     proxy.resume()
@@ -182,8 +182,8 @@ async def test_renewals_go_in_batches_over_partitions(engine: Engine, valkey: Te
     handles: list[Handle] = []
     for lane in lanes:
         await submit(engine.backend, 100, lane=lane)
-        handles += [c.handle for c in await engine.claim_all(100, lane=lane, ttl=1000)]
-    keeper = LeaseKeeper(opener(valkey.url), 1000)
+        handles += [c.handle for c in await engine.claim_all(100, lane=lane, ttl=4000)]
+    keeper = LeaseKeeper(opener(valkey.url), 4000)
     await asyncio.to_thread(keeper.start)
     try:
         calls = await fcalls(engine)

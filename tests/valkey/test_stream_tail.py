@@ -102,7 +102,8 @@ async def test_sixty_four_tails_have_their_full_time(valkey: TestServer, engine:
         finally:
             await client.aclose()
     assert min(*first, *second) >= 1.5
-    assert max(*first, *second) < 4
+    # One after the other, they would take 96 s.
+    assert max(*first, *second) < 20
 
 
 async def test_a_cancelled_tail_spoils_nothing(engine: Engine) -> None:
