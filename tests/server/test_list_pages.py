@@ -10,7 +10,7 @@ import pytest
 
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.flows import GraphEdge, GraphNode
-from flowfabric.core.ids import new_uuid
+from flowfabric.core.ids import ExecutionId, new_uuid
 from tests.support.budgets import new_budget
 from tests.support.engine import LANE, Engine
 from tests.support.flows import submitted
@@ -293,3 +293,29 @@ async def test_a_page_among_equal_scores_costs_a_page(http: Http, engine: Engine
     rest, _ = await listing.page(http, f"limit=5&cursor={page.next_cursor}")
     assert rest == ids[900:905]
     assert await commands_run(engine) - ran < 40
+
+
+async def test_a_page_of_expired_leases_costs_a_page(http: Http, engine: Engine) -> None:
+    """Those of one claim end together, and all are marked for reclaim."""
+    backend, costs = engine.backend, list[tuple[int, int]]()
+    listing = Listing("/v1/leases/expired", "leases", "execution_id", engine.running)
+    ids: list[ExecutionId] = []
+    for count in (20, 800):
+        new = [
+            NewExecution(execution_id=engine.new_id(), execution_kind="job") for _ in range(count)
+        ]
+        ids += [each.execution_id for each in new]
+        await backend.executions.create_many(new)
+        while await engine.claim_all(256):
+            pass
+        await engine.advance(60_000)
+        for start in range(0, len(ids), 100):
+            await backend.upkeep.mark_lease_expired_if_due(ids[0].tag, ids[start : start + 100])
+        costs.append(await _cost(engine, http, listing))
+    (few, small), (many, large) = costs
+    # The position among equal times is sought by halves.
+    assert many <= few + 20
+    assert large <= 1.5 * small + 4096
+    pages = await listing.pages(http, 150)
+    assert sorted(each for page in pages for each in page) == sorted(ids)
+    assert [len(page) for page in pages] == [150] * 5 + [70]

@@ -232,7 +232,8 @@ async def damages(world: World, name: bytes, kind: str) -> AsyncIterator[tuple[s
     if kind == "hash":
         fields: Any = await call("HKEYS", name)
         for field in fields:
-            if field != HEALTHY_WORKER.encode():  # without its entry, it is not registered
+            # Without their entries, neither the worker nor the lane is registered.
+            if field not in (HEALTHY_WORKER.encode(), f"{world.healthy.partition} {LANE}".encode()):
                 await call("HDEL", name, field)
                 yield f"{field!r} missing", False
             for bad in BAD_VALUES:

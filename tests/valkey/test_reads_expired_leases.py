@@ -6,14 +6,14 @@ import pytest
 
 from flowfabric.engine.valkey import keys
 from tests.conformance.test_reads_expired_leases import leased, listed
-from tests.support.engine import Engine
+from tests.support.engine import LANE, Engine
 
 
 @pytest.mark.corrupts
 async def test_an_entry_without_a_lease_is_dropped(engine: Engine) -> None:
     waiting = await engine.create()
     gone = engine.new_id()
-    key = keys.index(waiting.tag, "lease_expiry")
+    key = keys.lane(waiting.tag, LANE, "active")
     await engine.backend.transport.call("ZADD", key, 5, waiting, 6, gone, key=key)
     assert await listed(engine) == []
 

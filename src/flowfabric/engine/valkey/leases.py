@@ -1,16 +1,13 @@
 """Renewing, revoking and listing leases."""
 
 import asyncio
-import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 from flowfabric.core.contracts import leases
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import EngineError, ValidationError
 from flowfabric.core.ids import ExecutionId, new_uuid, validate_namespace
-from flowfabric.core.stored import Stored
 from flowfabric.engine.api import check
 from flowfabric.engine.api.leases import ExpiredLease, ExpiredLeases, Leases
 from flowfabric.engine.valkey import keys
@@ -148,48 +145,23 @@ class ValkeyLeases(Leases):
     async def _due(
         self, moment: int, after: Due | None, count: int, at_once: int, damage: Damage
     ) -> list[Due]:
-        """The first candidates for the page, in order; their records decide."""
-        tags = await self._places.used_partitions()
-        lanes = await self._places.lanes_in_use()
-        parts: list[list[Due]] = []
-        for part in chunks(tags, at_once):
-            parts += await asyncio.gather(
-                *(self._due_in(tag, lanes, moment, after, count, damage) for tag in part)
+        """The first candidates for the page, in order; their records decide.
+
+        Lanes list active executions by lease expiry, also those already offered for reclaim.
+        """
+        places = await self._places.lanes_by_partition()
+        due: list[Due] = []
+        for part in chunks(sorted(places), at_once):
+            # What ends after a full page is not on it.
+            most = due[-1][0] if len(due) == count else moment
+            names = [keys.lane(tag, lane, "active") for tag in part for lane in places[tag]]
+            pages = await asyncio.gather(
+                *(self._scores.page(name, after, count, damage, most) for name in names)
             )
-        return list(islice(heapq.merge(*parts), count))
-
-    async def _due_in(
-        self,
-        tag: str,
-        lanes: list[str],
-        moment: int,
-        after: Due | None,
-        count: int,
-        damage: Damage,
-    ) -> list[Due]:
-        required = await asyncio.gather(*(self._calls.signatures(tag, lane) for lane in lanes))
-        lost_keys = [
-            keys.reclaimable(tag, lane, signature)
-            for lane, signatures in zip(lanes, required, strict=True)
-            for signature in ("", *signatures)
-        ]
-        live = await self._scores.page(
-            keys.index(tag, "lease_expiry"), after, count, damage, moment
-        )
-        lost = await asyncio.gather(
-            *(self._calls.read(f"{name}: index", "ZRANGE", name, 0, -1) for name in lost_keys)
-        )
-        due: set[Due] = {(int(max(score, 0)), each) for score, each in live}
-        # The reclaimable index is ordered by priority; the records know when each lease expired.
-        ids = damage.ids(member for page in lost for member in page)
-        expiries = await damage.keep_all(self._expiry(each) for each in ids)
-        due |= {(at, each) for each, at in zip(ids, expiries, strict=True) if at is not None}
-        return sorted(each for each in due if each[0] <= moment and (after is None or each > after))
-
-    async def _expiry(self, execution_id: ExecutionId) -> int | None:
-        name = keys.core(execution_id.tag, execution_id)
-        at = await self._calls.read(f"{execution_id}: record", "HGET", name, "lease_expires_at")
-        return Stored(execution_id, {"lease_expires_at": at}).maybe_number("lease_expires_at")
+            entries = {(int(max(score, 0)), each) for page in pages for score, each in page}
+            entries.update(due)
+            due = sorted(each for each in entries if after is None or each > after)[:count]
+        return due
 
     async def _lease(
         self, expiry: int, execution_id: ExecutionId, moment: int, namespace: str | None
