@@ -20,7 +20,7 @@ def _of_execution(part: str) -> Callable[[str, str], str]:
 steps = _of_execution("steps")
 marks = _of_execution("suspension:current:satisfied_set")
 satisfiers = _of_execution("suspension:current:satisfied_set:signals")
-pending_waitpoints = _of_execution("waitpoints:pending")
+waitpoints = _of_execution("waitpoints")
 signals = _of_execution("signals")
 
 

@@ -296,7 +296,7 @@ async def test_an_execution_has_a_limited_number_of_waitpoints(engine: Engine) -
     first = await engine.backend.waitpoints.create_waitpoint(handle, "k", 60_000)
     stored = keys.waitpoint(tag, first.waitpoint_id)
     others = [f"00000000-0000-4000-8000-{n:012d}" for n in range(9_998)]
-    await call("SADD", keys.waitpoints(tag, execution_id), *others)
+    await call("SADD", lua_keys.waitpoints(tag, execution_id), *others)
     for other in others:
         await call("COPY", stored, keys.waitpoint(tag, other))
 

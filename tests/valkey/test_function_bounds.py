@@ -93,7 +93,7 @@ async def burdened(engine: Engine, waitpoints: int) -> Handle:
     tag, execution_id = handle.execution_id.tag, handle.execution_id
     point = await engine.backend.waitpoints.create_waitpoint(handle, "k", 60_000)
     names = [new_uuid() for _ in range(waitpoints - 1)]
-    for key in (keys.waitpoints(tag, execution_id), lua_keys.pending_waitpoints(tag, execution_id)):
+    for key in (lua_keys.waitpoints(tag, execution_id), keys.pending_waitpoints(tag, execution_id)):
         await command(engine, "SADD", key, *names)
     stored = keys.waitpoint(tag, point.waitpoint_id)
     await copy(engine, stored, (keys.waitpoint(tag, name) for name in names))
@@ -304,7 +304,7 @@ async def test_tags_of_an_execution_have_a_limit(engine: Engine) -> None:
 async def test_replaying_what_left_much(engine: Engine) -> None:
     handle = await engine.running(policy={"max_replay_count": 1000})
     tag, execution_id = handle.execution_id.tag, handle.execution_id
-    await command(engine, "SADD", keys.waitpoints(tag, execution_id), *uuids(10_000))
+    await command(engine, "SADD", lua_keys.waitpoints(tag, execution_id), *uuids(10_000))
 
     async def end() -> None:
         steps = [part for n in range(10_000) for part in (f"step{n}", "x" * 100)]
@@ -329,7 +329,7 @@ async def test_deleting_what_executions_left(engine: Engine) -> None:
         execution_id, tag = handle.execution_id, handle.execution_id.tag
         await engine.backend.executions.complete(handle)
         ids = [f"{n:08d}{each[8:]}" for each in uuids(2000)]
-        await command(engine, "SADD", keys.waitpoints(tag, execution_id), *ids)
+        await command(engine, "SADD", lua_keys.waitpoints(tag, execution_id), *ids)
         await command(engine, "SET", "filler", "x" * 100)
         await copy(engine, "filler", (keys.waitpoint(tag, each) for each in ids))
         ended.append(execution_id)

@@ -7,8 +7,10 @@ import logging
 import pytest
 
 from flowfabric.core.conditions import AllOf, Single
+from flowfabric.engine.valkey import keys
 from tests.support.engine import Engine, refused
 from tests.support.leases import running
+from tests.support.server_time import commands_run
 from tests.support.suspension import GO, Waits
 
 
@@ -26,13 +28,27 @@ async def test_damaged_waitpoints_are_left_out_with_a_warning(
     await call("HDEL", first, "waitpoint_token")
     await call("HDEL", second, "created_at")
     await call("DEL", third)
-    await call("SADD", f"ff:exec:{execution_id.tag}:{execution_id}:waitpoints", "not-an-id")
+    await call("SADD", keys.pending_waitpoints(execution_id.tag, execution_id), "not-an-id")
     with caplog.at_level(logging.WARNING):
         page = await waits.backend.waitpoints.list_pending_waitpoints(execution_id)
     assert [e.waitpoint_key for e in page.entries] == ["d"]
     assert [r.__dict__["action"] for r in caplog.records] == ["record_unreadable"] * 4
     assert len(page.damaged) == 4
     assert "k1:" not in caplog.text
+
+
+async def test_a_page_of_waitpoints_reads_no_closed_ones(engine: Engine) -> None:
+    waits, costs = await Waits.open(engine), list[int]()
+    parked = await waits.park(timeout_at=await engine.now() + 60_000)
+    for _ in range(2):
+        ran = await commands_run(engine)
+        page = await waits.backend.waitpoints.list_pending_waitpoints(parked.handle.execution_id)
+        assert [one.waitpoint_key for one in page.entries] == ["k"]
+        costs.append(await commands_run(engine) - ran)
+        for _ in range(50):
+            await waits.send(parked)
+            parked = await waits.park(handle=(await engine.claim()).handle)
+    assert costs[0] == costs[1]
 
 
 async def test_the_token_read_without_a_key_store(engine: Engine) -> None:

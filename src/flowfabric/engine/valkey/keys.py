@@ -52,7 +52,8 @@ suspension = _of_execution("suspension:current")
 """The current or the last suspension."""
 met = _of_execution("suspension:met")
 """The last suspension whose condition was met before it began."""
-waitpoints = _of_execution("waitpoints")
+pending_waitpoints = _of_execution("waitpoints:pending")
+"""Those that no suspension has used yet."""
 
 
 def _of_flow(part: str) -> Callable[[str, str], str]:

@@ -112,25 +112,35 @@ class ValkeyWaitpoints(Waitpoints):
         tag, core = execution_id.tag, keys.core(execution_id.tag, execution_id)
         if not await self._calls.transport.call("EXISTS", core, key=core):
             raise NotFoundError("execution_not_found", op="list_pending_waitpoints")
-        name = keys.waitpoints(tag, execution_id)
-        members = await self._calls.read(f"{execution_id}: waitpoints", "SMEMBERS", name)
-        found_ids = sorted(identity for identity in map(lossless, members) if identity > after)
         damage = Damage("list_pending_waitpoints")
-        (current,) = await damage.keep_all([self._current(execution_id)])
+        # Those of earlier waits are closed, and may be thousands. A pending one may become active
+        # meanwhile: then the suspension, which is read after them, names it.
+        members, suspended = await asyncio.gather(
+            self._calls.read(
+                *(f"{execution_id}: pending waitpoints", "SMEMBERS"),
+                keys.pending_waitpoints(tag, execution_id),
+            ),
+            self._suspended(execution_id, damage),
+        )
+        listed = {*map(lossless, members)}
+        current = None
+        if suspended is not None:
+            active = damage.keep(lambda: suspended.text("waitpoints").split(","))
+            listed.update(active or ())
+            current = damage.keep(lambda: _current(suspended))
         found, more = await damage.first(
-            limit, found_ids, lambda one: self._open(execution_id, one, current)
+            limit,
+            sorted(each for each in listed if each > after),
+            lambda one: self._open(execution_id, one, current),
         )
         last = found[-1].waitpoint_id if more else None
         return suspension.OpenWaitpoints(tuple(found), last, tuple(damage.found))
 
-    async def _current(self, execution_id: ExecutionId) -> _Current | None:
-        """The condition and the question of the open suspension."""
+    async def _suspended(self, execution_id: ExecutionId, damage: Damage) -> Stored | None:
+        """The open suspension."""
         key = keys.suspension(execution_id.tag, execution_id)
-        stored = await self._stored(execution_id, "suspension", key)
-        if stored is None or stored.is_set("closed_at"):
-            return None
-        condition = stored.parsed("resume_condition_json", conditions.parse_condition)
-        return condition, question(stored)
+        (stored,) = await damage.keep_all([self._stored(execution_id, "suspension", key)])
+        return None if stored is None or stored.is_set("closed_at") else stored
 
     async def _open(
         self, execution_id: ExecutionId, identity: str, current: _Current | None
@@ -379,6 +389,12 @@ def _ids(stored: Stored, name: str) -> list[str]:
     if not all(map(ids.is_uuid, found)):
         raise stored.corrupt(name, "holds something that is no id")
     return found
+
+
+def _current(stored: Stored) -> _Current:
+    """The condition and the question of a suspension."""
+    condition = stored.parsed("resume_condition_json", conditions.parse_condition)
+    return condition, question(stored)
 
 
 def _names(condition: conditions.Condition, key: str) -> tuple[str, ...]:
