@@ -18,6 +18,7 @@ from tests.support import lua_keys
 from tests.support.engine import Engine, prepared_backend, refused, untouched
 from tests.support.quotas import WINDOW, admit, policy, used
 from tests.support.server import TestServer
+from tests.support.server_time import commands_run
 from tests.valkey.mutation import private_engine, private_server
 
 __all__ = ["private_engine", "private_server"]
@@ -135,6 +136,19 @@ async def test_a_malformed_execution_that_waits_is_left_out(engine: Engine) -> N
     await engine.backend.transport.call("ZADD", place(engine, name, "blocked"), 1, "nobody")
     page = await engine.backend.quotas.blocked(name)
     assert (page.entries, len(page.damaged)) == ((waiting,), 1)
+
+
+async def test_a_page_of_those_that_wait_in_one_place_costs_a_page(engine: Engine) -> None:
+    """Executions of one call were created at the same time, and have the same priority."""
+    quotas, name = engine.backend.quotas, await policy(engine, max_concurrent=1)
+    ids = sorted(engine.new_id() for _ in range(1000))
+    await quotas.note_blocked(name, ids, [7] * len(ids))
+    first = await quotas.blocked(name, 900)
+    assert (list(first.entries), first.next_cursor is None) == (ids[:900], False)
+    ran = await commands_run(engine)
+    page = await quotas.blocked(name, 5, first.next_cursor or "")
+    assert list(page.entries) == ids[900:905]
+    assert await commands_run(engine) - ran < 25
 
 
 async def crowded(engine: Engine) -> tuple[str, ExecutionId]:

@@ -50,6 +50,7 @@ from flowfabric.engine.valkey.pages import (
     sealed,
 )
 from flowfabric.engine.valkey.quota_slots import SlotAudit
+from flowfabric.engine.valkey.score_indexes import ScoreIndexes
 from flowfabric.valkey.transport import Arg
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class ValkeyQuotas(Quotas):
 
     def __init__(self, calls: FunctionCalls) -> None:
         self._calls = calls
+        self._scores = ScoreIndexes(calls)
         self._missing: set[str] = set()
         self._timers: dict[str, asyncio.Task[None]] = {}
         forget_on_fork(self)
@@ -383,32 +385,20 @@ class ValkeyQuotas(Quotas):
     ) -> ListingPage[ExecutionId]:
         key = keys.quota_blocked(self._tag(quota_policy_id), quota_policy_id)
         limit = min(check.whole(limit, "limit"), _MAX_PAGE)
-        since, last = "-inf", ""
+        position = None
         if given_cursor(after):
             with reading_cursor():
                 since, last = opened(after, 2)
-                since = str(int(since))
+                position = (float(int(since)), last)
         if limit <= 0:
             return ListingPage(())
-        place = f"quota {quota_policy_id}: blocked"
-        found: list[tuple[int, bytes]] = []
-        offset = 0
-        # Members of the same millisecond have the order of their names.
-        while len(found) <= limit:
-            page = ("ZRANGE", key, since, "+inf", "BYSCORE", "LIMIT", offset, limit + 1)
-            rows = await self._calls.read(place, *page, "WITHSCORES")
-            offset += len(rows)
-            entries = [(int(score), member) for member, score in rows]
-            found += [each for each in entries if not last or each > (int(since), last.encode())]
-            if len(rows) <= limit:
-                break
         damage = Damage("blocked")
-        ids = damage.ids(member for _, member in found[:limit])
+        found = await self._scores.page(key, position, limit + 1, damage)
         more = None
         if len(found) > limit:
-            score, member = found[limit - 1]
-            more = sealed(score, lossless(member))
-        return ListingPage(tuple(ids), more, tuple(damage.found))
+            score, last = found[limit - 1]
+            more = sealed(int(score), last)
+        return ListingPage(tuple(each for _, each in found[:limit]), more, tuple(damage.found))
 
     async def quota_partitions(self) -> list[int]:
         numbers = range(self._calls.counts.quota)
