@@ -160,7 +160,8 @@ async def test_listing_the_suspended_of_many_lanes(engine: Engine) -> None:
     # More lanes than a deployment may have: entries that lost their registration come back.
     lanes = [f"lane{n:05d}" for n in range(10_050)]
     for start in range(0, len(lanes), 2000):
-        await command(engine, "SADD", keys.LANES, *lanes[start : start + 2000])
+        places = (f"{partition} {lane}" for lane in lanes[start : start + 2000])
+        await command(engine, "HSET", keys.PLACES, *(part for each in places for part in (each, 1)))
     for n, each in enumerate(ids):
         lane = ("lane00000", "lane05000", "lane10049")[n % 3]
         await command(engine, "ZADD", keys.lane(tag, lane, "suspended"), n, each)

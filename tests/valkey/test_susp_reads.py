@@ -62,6 +62,19 @@ async def test_the_token_read_without_a_key_store(engine: Engine) -> None:
     )
 
 
+async def test_a_page_of_the_suspended_reads_the_lanes_of_its_partition(engine: Engine) -> None:
+    waits, costs = await Waits.open(engine), list[int]()
+    parked = (await waits.park()).handle.execution_id
+    for _ in range(2):
+        ran = await commands_run(engine)
+        page = await waits.backend.suspensions.list_suspended(partition=parked.partition)
+        assert [one.execution_id for one in page.entries] == [parked]
+        costs.append(await commands_run(engine) - ran)
+        other = f"{{fp:{(parked.partition + 1) % engine.backend.counts.flow}}}"
+        await engine.backend.places.register_places({other: [f"lane{n}" for n in range(200)]})
+    assert costs[1] < costs[0] + 20
+
+
 @pytest.mark.corrupts
 async def test_rows_whose_suspension_is_gone_are_skipped(engine: Engine) -> None:
     waits = await Waits.open(engine)

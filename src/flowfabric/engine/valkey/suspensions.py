@@ -94,18 +94,19 @@ class ValkeySuspensions(Suspensions):
             raise ValidationError("invalid_cursor", "is of another listing")
         if limit <= 0:
             return suspension.SuspendedPage(())
-        names = await self._places.lanes_in_use()
+        places = await self._places.lanes_by_partition()
         damage = Damage("list_suspended")
         entries: list[suspension.SuspendedEntry] = []
         last = ""
         for index in partitions:
             if index < begin:
                 continue
+            lanes = sorted(places.get(f"{{fp:{index}}}", ()))
             position = (score, after) if index == begin else (0, "")
             while True:
                 room = limit - len(entries)
                 # One more than fits shows whether more follow.
-                rows = await self._suspended_rows(index, names, position, room + 1, damage)
+                rows = await self._suspended_rows(index, lanes, position, room + 1, damage)
                 for position, row in rows[:room]:
                     entry = damage.keep(lambda row=row: _suspended_entry(row))
                     if entry is not None:
