@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
 from flowfabric.server.exchange import EventStream, send_events
@@ -76,7 +77,9 @@ async def test_busy_connections_are_not_dropped_for_new_ones(
         async with connected(http) as (reader, _):
             status, headers = await read_head(reader)
             assert (status, headers["retry-after"]) == (503, "1")
-            assert await reader.read() == b""
+            refusal = msgspec.json.decode(await reader.read())
+            assert (refusal["kind"], refusal["retryable"]) == ("unavailable", True)
+            assert refusal["request_id"] == headers["x-request-id"]
         for each in ids:
             await engine.backend.executions.cancel_execution(each)
         answers = await asyncio.gather(*waiting)

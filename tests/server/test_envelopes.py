@@ -129,6 +129,7 @@ async def test_errors_have_the_envelope(
         ("/v1/workers/a%20b/leases", "invalid_input: worker_instance_id: "),
         (f"/v1/executions/{EXECUTION}/attempts/x/stream", "invalid_input: idx: "),
         ("/v1/executions?limit=x", "invalid_input: limit: "),
+        (f"/v1/executions?limit={10**23}", "invalid_input: limit: must be from 0 to "),
         ("/v1/executions?state=nope", "invalid_input: state: "),
         (f"/v1/executions/{EXECUTION}/state?wait_ms=30001", "invalid_input: wait_ms: "),
         ("/v1/executions/%ff", "invalid_input: path: "),

@@ -305,13 +305,53 @@ async def test_a_waiting_client_that_leaves_frees_its_place(serve: Serving, engi
         assert (await http.get(PATH)).status == 200
 
 
-async def test_an_oversized_head_ends_the_connection(http: Http) -> None:
+async def raw_exchange(http: Http, *parts: bytes) -> tuple[int, dict[str, str], Any]:
+    """Status, headers and envelope of what the server answers before it closes the connection."""
     reader, writer = await asyncio.open_connection(*http.address)
-    writer.write(b"GET /livez HTTP/1.1\r\n")
-    for _ in range(40):
-        writer.write(b"x-filler: " + b"a" * 4096 + b"\r\n")
-    answer = await reader.read()
-    assert answer.startswith(b"HTTP/1.1 431 ")
+    for part in parts:
+        writer.write(part)
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    status, *lines = head.decode().split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines)
+    assert headers["content-length"] == str(len(body))
+    assert headers["connection"] == "close"
+    return int(status.split()[1]), headers, msgspec.json.decode(body)
+
+
+async def test_an_oversized_head_ends_the_connection(http: Http) -> None:
+    filler = b"x-filler: " + b"a" * 4096 + b"\r\n"
+    status, headers, answer = await raw_exchange(http, b"GET /livez HTTP/1.1\r\n", *[filler] * 40)
+    assert (status, answer["kind"], answer["retryable"]) == (431, "invalid_input", False)
+    assert "at most 65536 bytes" in answer["error"]
+    assert answer["request_id"] == headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"PAINT / HTTP/1.1\r\nhost: t\r\n\r\n",
+        b"GET / HTTP/9.9\r\nhost: t\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"POST /v1/bulk/cancel HTTP/1.1\r\nhost: t\r\ntransfer-encoding: chunked\r\n\r\nx\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00",
+    ],
+    ids=["method", "version", "two lengths", "chunk", "TLS"],
+)
+async def test_malformed_http_is_answered_with_an_envelope(http: Http, sent: bytes) -> None:
+    status, headers, answer = await raw_exchange(http, sent)
+    assert (status, answer["kind"], answer["retryable"]) == (400, "invalid_input", False)
+    assert answer["request_id"] == headers["x-request-id"]
+    assert (await http.get("/livez")).status == 200
+
+
+async def test_malformed_http_does_not_end_up_in_an_answer(http: Http, engine: Engine) -> None:
+    execution_id = await engine.create()
+    reader, writer = await asyncio.open_connection(*http.address)
+    writer.write(f"GET {PATH}/{execution_id}/events HTTP/1.1\r\nhost: t\r\n\r\n".encode())
+    await reader.readuntil(b"\n\n")
+    writer.write(b"PAINT / HTTP/1.1\r\n\r\n")
+    assert b"HTTP/1.1 400" not in await reader.read()
     writer.close()
 
 

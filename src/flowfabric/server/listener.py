@@ -6,14 +6,18 @@ import logging
 import resource
 import socket
 from functools import partial
+from http import HTTPStatus
 from typing import Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from flowfabric.core.errors import ConfigError
+from flowfabric.core.ids import new_uuid
 from flowfabric.server.app import ServerApp
 from flowfabric.server.exchange import BODY_TIMEOUT_S
+from flowfabric.server.problems import Problem
+from flowfabric.server.wire import JSON, encode
 
 HEAD_TIMEOUT_S = 15.0
 """How long a client may take from connecting, or from its first byte, to the end of the headers."""
@@ -32,9 +36,17 @@ _PEER_CHECKS = {
     "TCP_KEEPCNT": 3,
     "TCP_USER_TIMEOUT": 60_000,
 }
-_FULL = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\n"
-    b"connection: close\r\n\r\n"
+_FULL = Problem(
+    "unavailable",
+    "connections",
+    error="this server has no free connection; retry with backoff",
+    retryable=True,
+)
+_MALFORMED = Problem("invalid_input", "request: is not HTTP/1.1")
+_HEAD_TOO_LONG = Problem(
+    "invalid_input",
+    f"request: the request line and headers may have at most {MAX_HEAD_BYTES} bytes",
+    status=HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
 )
 
 
@@ -86,8 +98,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._socket = transport
         self._entered = self._all.enter(self)
         if not self._entered:
-            transport.write(_FULL)
-            transport.close()
+            self._refuse(_FULL)
             return
         self._set_deadline(HEAD_TIMEOUT_S)
 
@@ -116,7 +127,8 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._set_deadline(HEAD_TIMEOUT_S)
             # Before this part is counted: its end may already belong to the body.
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse_head()
+                self._end_deadline()
+                self._refuse(_HEAD_TOO_LONG)
                 return
             self._head_bytes += len(data)
         super().data_received(data)
@@ -126,7 +138,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._head_bytes > MAX_HEAD_BYTES and self._head_size() > MAX_HEAD_BYTES:
             self._entered = False
             self._all.leave(self)
-            self._refuse_head()
+            self._end_deadline()
+            self._refuse(_HEAD_TOO_LONG)
             raise ValueError("the request line and headers are too long")
         self._in_head = False
         self._end_deadline()
@@ -171,13 +184,31 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._socket.is_closing():
             self._socket.close()
 
-    def _refuse_head(self) -> None:
-        self._end_deadline()
-        self._socket.write(
-            b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-            b"content-length: 0\r\nconnection: close\r\n\r\n"
-        )
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - ours is an envelope
+        if not self._socket.is_closing():
+            self._refuse(_MALFORMED)
+
+    def _refuse(self, problem: Problem) -> None:
+        """Answer what never becomes a request, and close the connection."""
+        # An answer that has begun cannot be followed by another one: the client would mix them up.
+        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            self._socket.write(_closing_answer(problem))
         self._socket.close()
+
+
+def _closing_answer(problem: Problem) -> bytes:
+    request_id = new_uuid()
+    body = encode(problem.body(request_id))
+    headers = {
+        "content-type": JSON,
+        "content-length": str(len(body)),
+        "connection": "close",
+        "x-request-id": request_id,
+        **problem.headers,
+    }
+    lines = [f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 class Listener(uvicorn.Server):

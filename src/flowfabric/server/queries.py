@@ -14,7 +14,7 @@ from flowfabric.server.problems import Problem, invalid
 MAX_WAIT_MS = 30_000
 MAX_PAGE = 1000
 Q = TypeVar("Q", bound=msgspec.Struct)
-_is_whole = re.compile(r"-?[0-9]{1,20}").fullmatch
+_is_whole = re.compile(r"-?[0-9]{1,1000}").fullmatch
 _Reader = Callable[[str, list[str]], Any]
 
 
@@ -89,7 +89,7 @@ def whole(name: str, text: str) -> int:
 def _whole(low: int, high: int, name: str, values: list[str]) -> int:
     number = whole(name, values[-1])
     if not low <= number <= high:
-        raise invalid(name, f"must be from {low} to {high}, got {number}")
+        raise invalid(name, f"must be from {low} to {high}, got {values[-1][:40]}")
     return number
 
 
