@@ -146,7 +146,7 @@ async def _purge(backend: ValkeyBackend) -> int:
 
 # About no single execution.
 OTHERS: dict[str, tuple[str, Callable[[ValkeyBackend], Awaitable[Any]]]] = {
-    "list suspended": ("ff_list_suspended", lambda b: b.suspensions.list_suspended(partition=0)),
+    "list suspended": ("ff_list_suspended", lambda b: b.suspensions.list_suspended()),
     "register": ("ff_worker_register", lambda b: b.workers.register_worker(**KNOWN)),
     "heartbeat": ("ff_worker_heartbeat", lambda b: b.workers.heartbeat_worker("w-1")),
     "dead": ("ff_worker_dead", lambda b: b.workers.mark_worker_dead("w-1")),
