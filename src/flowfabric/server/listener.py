@@ -190,8 +190,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _refuse(self, problem: Problem) -> None:
         """Answer what never becomes a request, and close the connection."""
-        # An answer that has begun cannot be followed by another one: the client would mix them up.
-        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+        # After half an answer, the client would read this one as the rest of it.
+        if not (self.cycle and self.cycle.response_started and not self.cycle.response_complete):
             self._socket.write(_closing_answer(problem))
         self._socket.close()
 
