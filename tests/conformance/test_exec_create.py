@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -186,6 +187,19 @@ async def test_lane_not_accepting(engine: Engine, state: str) -> None:
     assert await engine.backend.executions.create_execution(again) == Duplicate(known)
     await engine.backend.lanes.set_lane_state("closed", "paused")
     assert isinstance(await engine.backend.executions.create_execution(item), Created)
+
+
+async def test_an_id_of_another_namespace_is_refused_without_naming_it(engine: Engine) -> None:
+    theirs = await engine.create(namespace="theirs")
+    known = await engine.create()
+    for execution_id, namespace in ((theirs, "default"), (theirs, "ours"), (known, "ours")):
+        item = new(engine, execution_id=execution_id, namespace=namespace)
+        error = await unchanged(engine, partial(engine.backend.executions.create_execution, item))
+        expected = "execution_id: exists in another namespace"
+        assert (error.code, error.detail) == ("invalid_input", expected)
+    for execution_id, namespace in ((theirs, "theirs"), (known, "default")):
+        item = new(engine, execution_id=execution_id, namespace=namespace)
+        assert await engine.backend.executions.create_execution(item) == Duplicate(execution_id)
 
 
 async def test_new_lanes_and_partitions_are_registered(engine: Engine) -> None:

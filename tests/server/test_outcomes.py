@@ -144,6 +144,19 @@ async def test_a_flow_of_others_is_not_shown(subjects: Subjects) -> None:
     assert kind.json["detail"] == "flow_kind: the flow exists with secret-kind"
 
 
+async def test_an_execution_of_others_is_not_shown(subjects: Subjects) -> None:
+    body = {"execution_kind": "secret", "namespace": "theirs"}
+    first = await subjects.http.post("/v1/executions", body)
+    body["execution_id"] = first.json["Created"]["execution_id"]
+    ours = body | {"namespace": "ours"}
+    other = await subjects.http.post("/v1/executions", ours)
+    assert other.kind == (400, "invalid_input")
+    assert other.json["detail"] == "execution_id: exists in another namespace"
+    row = (await subjects.http.post("/v1/bulk/executions", [ours])).json["results"][0]
+    assert (row["status"], row["detail"]) == (400, other.json["detail"])
+    assert (await subjects.http.post("/v1/executions", body)).status == 200
+
+
 async def test_a_cancellation_that_goes_on(http: Http, engine: Engine) -> None:
     await set_units(engine, 1)
     flow = await submitted(engine, "a b c")

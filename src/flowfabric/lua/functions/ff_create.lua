@@ -8,8 +8,8 @@
 --   delay, delay_in (ms from now), deadline; of a member: flow, node (its key), join (policy), named (has
 --   input names), deps (a list of edge id, upstream uuid, kind letter, input name, reference).
 -- Replies per item: public_state | [1, DUPLICATE, id] | [0, code, detail...].
--- Errors: lane_not_accepting, invalid_policy_json, invalid_capabilities, signature_limit_exceeded,
---   execution_being_deleted, idempotency_conflict (key, id),
+-- Errors: invalid_input (the id exists in another namespace), lane_not_accepting, invalid_policy_json,
+--   invalid_capabilities, signature_limit_exceeded, execution_being_deleted, idempotency_conflict (key, id),
 --   lane_placement_changed (lane, shards); of a member: flow_not_found, flow_already_terminal,
 --   invalid_input, execution_not_in_flow, dependency_already_exists; of the whole call:
 --   batch_too_large. Events: completion (a member whose upstream has ended).

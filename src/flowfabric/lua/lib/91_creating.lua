@@ -130,7 +130,13 @@ local function existing(c, id, lane, namespace, opts)
     c.lanes[lane] = Context.DEFAULTS
     return nil
   end
-  if server.call('EXISTS', core) == 1 then return id end
+  if server.call('EXISTS', core) == 1 then
+    -- It is not named: the caller may not see that namespace.
+    if (server.call('HGET', core, 'namespace') or 'default') ~= namespace then
+      reply.refuse('invalid_input', 'execution_id: exists in another namespace')
+    end
+    return id
+  end
   reply.stop_with(purging.finish_problem(c, id))
 end
 
