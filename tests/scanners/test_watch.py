@@ -23,8 +23,9 @@ HASTY = ScannerSettings(
     leader_ttl_s=DEFAULTS.leader_ttl_s / HASTE,
 )
 CYCLES = 24
-# Every scanner may have one look more than its share of the time.
-BURST = len(INTERVALS_S)
+# Every scanner may have one look more than its share of the time, and so may the refreshes of the
+# territory, the clock and the leader.
+BURST = len(INTERVALS_S) + 3
 
 
 async def _commands(backend: ValkeyBackend) -> int:
