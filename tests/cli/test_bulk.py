@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import pty
-import signal
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
 
 import pytest
 
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
-from tests.support.command import COMMAND, Cli
+from tests.support.command import Cli
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
 from tests.support.server import TestServer
+from tests.support.terminal import in_terminal
 
 HOUR = 3_600_000
 
@@ -131,63 +127,18 @@ async def test_more_than_one_page(cli: Cli, engine: Engine) -> None:
     assert await states(engine, keep) == ["waiting"]
 
 
-class Terminal:
-    """A command on a terminal."""
-
-    def __init__(self, main: int, process: asyncio.subprocess.Process) -> None:
-        self._main = main
-        self.process = process
-        self.seen = ""
-
-    async def until(self, part: str) -> None:
-        while part not in self.seen:
-            self.seen += (await asyncio.to_thread(os.read, self._main, 4096)).decode()
-
-    def type(self, text: str) -> None:
-        os.write(self._main, text.encode())
-
-    async def interrupt(self) -> None:
-        """Press Ctrl-C; again if Python had not begun to read: it then waits for the next key."""
-        while self.process.returncode is None:
-            self.process.send_signal(signal.SIGINT)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self.process.wait(), 5)
-
-
-@asynccontextmanager
-async def on_terminal(cli: Cli, *arguments: str) -> AsyncGenerator[Terminal]:
-    main, side = pty.openpty()
-    process = await asyncio.create_subprocess_exec(
-        *(COMMAND, *arguments),
-        env=cli.environment | {"TERM": "xterm-256color"},
-        cwd=cli.folder,
-        stdin=side,
-        stdout=side,
-        stderr=side,
-    )
-    try:
-        async with asyncio.timeout(40):
-            yield Terminal(main, process)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        os.close(main)
-        os.close(side)
-
-
 async def test_a_terminal_asks_and_shows_progress(cli: Cli, engine: Engine) -> None:
     ids = [await engine.create() for _ in range(3)]
-    async with on_terminal(cli, "cancel", "--lane", "default") as terminal:
+    async with in_terminal(cli, "cancel", "--lane", "default") as terminal:
         await terminal.until("Cancel 3 executions (3 waiting)? [y/N]: ")
         # It changed while the question was open.
         await engine.claim()
         await engine.backend.executions.cancel_execution(ids[0])
         terminal.type("y\n")
         await terminal.until("no longer matching.")
-        assert await terminal.process.wait() == 0
-    assert "3/3" in terminal.seen
-    assert "Cancelled 2 of 3 executions." in terminal.seen
+        assert await terminal.end() == 0
+    assert "3/3" in terminal.text
+    assert "Cancelled 2 of 3 executions." in terminal.text
     assert await states(engine, *ids) == ["cancelled"] * 3
 
 
@@ -197,14 +148,14 @@ async def test_no_and_ctrl_c_change_nothing(
 ) -> None:
     await failed(engine)
     before = await engine.dump()
-    async with on_terminal(cli, "purge", "--state", "failed") as terminal:
+    async with in_terminal(cli, "purge", "--state", "failed") as terminal:
         await terminal.until("This deletes payloads, results and output. Purge 1 execution")
         await terminal.until("[y/N]: ")
         if answer:
             terminal.type(answer)
         else:
             await terminal.interrupt()
-        assert await terminal.process.wait() == code
+        assert await terminal.end() == code
     assert await engine.dump() == before
 
 
@@ -215,23 +166,23 @@ async def test_what_stops_it_says_how_to_continue(
     ids = [await engine.create() for _ in range(3)]
     with FaultProxy(valkey.socket_path) as proxy:
         cli.environment["FF_URL"] = proxy.url
-        async with on_terminal(cli, "cancel", "--lane", "default") as terminal:
+        async with in_terminal(cli, "cancel", "--lane", "default") as terminal:
             await terminal.until("[y/N]: ")
             if ending == "outage":
                 proxy.down()
                 terminal.type("y\n")
                 await terminal.until("run the same command again; it continues")
-                assert await terminal.process.wait() == 1
+                assert await terminal.end() == 1
             else:
                 proxy.pause()
                 terminal.type("y\n")
                 await terminal.until("0/3")
                 await terminal.interrupt()
                 await terminal.until("to continue.")
-                assert await terminal.process.wait() == 130
+                assert await terminal.end() == 130
                 proxy.resume()
-    assert "Cancelled 0 of 3 executions." in terminal.seen
-    assert "3 left. Run the same command again to continue." in terminal.seen
+    assert "Cancelled 0 of 3 executions." in terminal.text
+    assert "3 left. Run the same command again to continue." in terminal.text
     again = await cli("cancel", "--lane", "default", "--yes", FF_URL=valkey.url)
     assert again.out == "Cancelled 3 of 3 executions.\n"
     assert await states(engine, *ids) == ["cancelled"] * 3

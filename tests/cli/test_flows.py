@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import pty
 import re
 from typing import Any
 
@@ -14,12 +12,13 @@ from flowfabric.core.contracts.flows import AnyOf, FlowGraph, GraphEdge, GraphNo
 from flowfabric.core.ids import new_uuid
 from flowfabric.core.text import iso
 from flowfabric.engine.valkey import keys
-from tests.support.command import COMMAND, Cli, Done
+from tests.support.command import Cli, Done
 from tests.support.engine import Engine
 from tests.support.flows import TestFlow, drained, graph, set_units, submitted
 from tests.support.scanning import break_record, idle
 from tests.support.subflows import child, parent
 from tests.support.subflows import drained as settle_subflow
+from tests.support.terminal import in_terminal
 
 
 def ok(done: Done) -> Done:
@@ -231,36 +230,13 @@ async def test_watch_on_a_terminal_redraws_and_leaves_the_final_tree(
     cli: Cli, engine: Engine
 ) -> None:
     flow = await submitted(engine, "a>b")
-    main, side = pty.openpty()
-    process = await asyncio.create_subprocess_exec(
-        COMMAND,
-        *("flow", "show", flow.flow_id, "--watch"),
-        env=cli.environment | {"TERM": "xterm-256color", "LINES": "20"},
-        cwd=cli.folder,
-        stdin=side,
-        stdout=side,
-        stderr=side,
-    )
-    os.close(side)
-
-    def until(part: bytes) -> None:
-        seen = b""
-        while part not in seen:
-            seen += os.read(main, 4096)
-
-    try:
-        async with asyncio.timeout(30):
-            await asyncio.to_thread(until, b"0 of 2 members ended")
-            await flow.end("a")
-            await asyncio.to_thread(until, b"1 of 2 members ended")
-            await flow.end("b")
-            await asyncio.to_thread(until, b"finished ")
-            assert await process.wait() == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        os.close(main)
+    async with in_terminal(cli, "flow", "show", flow.flow_id, "--watch", rows=20) as terminal:
+        await terminal.until("0 of 2 members ended")
+        await flow.end("a")
+        await terminal.until("1 of 2 members ended")
+        await flow.end("b")
+        await terminal.until("finished ")
+        assert await terminal.end() == 0
 
 
 async def test_cancel_waits_for_every_member(cli: Cli, engine: Engine) -> None:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import os
-import pty
 import re
-import signal
 import stat
 from pathlib import Path
 
@@ -17,9 +12,10 @@ import pytest
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.errors import EngineError
 from flowfabric.core.state import OwnershipState, PublicState
-from tests.support.command import COMMAND, Cli
+from tests.support.command import Cli
 from tests.support.engine import Engine, refused
 from tests.support.suspension import SECRET, Waits
+from tests.support.terminal import in_terminal
 
 NEW_SECRET = "cd" * 32
 
@@ -197,30 +193,8 @@ async def test_what_cannot_be_undone_needs_a_yes(
 async def test_ctrl_c_at_the_question_changes_nothing(cli: Cli, engine: Engine) -> None:
     handle = await engine.running()
     before = await engine.dump()
-    main, side = pty.openpty()
-    process = await asyncio.create_subprocess_exec(
-        *(COMMAND, "revoke-lease", handle.execution_id),
-        env=cli.environment,
-        cwd=cli.folder,
-        stdin=side,
-        stdout=side,
-        stderr=side,
-    )
-    os.close(side)
-    try:
-        async with asyncio.timeout(20):
-            seen = b""
-            while b"[y/N]" not in seen:
-                seen += await asyncio.to_thread(os.read, main, 4096)
-            # Python notices a signal between the question and its read only after the read.
-            while process.returncode is None:
-                process.send_signal(signal.SIGINT)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(process.wait(), 2)
-            assert process.returncode == 130
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        os.close(main)
+    async with in_terminal(cli, "revoke-lease", handle.execution_id) as terminal:
+        await terminal.until("[y/N]")
+        await terminal.interrupt()
+        assert await terminal.end() == 130
     assert await engine.dump() == before

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import pty
 import signal
-import subprocess
 
 import pytest
 
@@ -15,8 +12,9 @@ from flowfabric.cli.views.screen import Cell, Row, drop_columns
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.text import iso
-from tests.support.command import COMMAND, Cli
+from tests.support.command import Cli
 from tests.support.engine import Engine
+from tests.support.terminal import in_terminal, shown
 
 
 async def ids(cli: Cli, *arguments: str) -> set[str]:
@@ -117,29 +115,11 @@ async def test_all_walks_over_every_page(cli: Cli, engine: Engine) -> None:
     assert len(await ids(cli)) == 50
 
 
-def on_terminal(cli: Cli, *arguments: str) -> str:
-    """What a terminal of 100 columns receives."""
-    main, side = pty.openpty()
-    try:
-        subprocess.run(
-            [COMMAND, *arguments],
-            env=cli.environment | {"TERM": "xterm-256color"},
-            cwd=cli.folder,
-            stdout=side,
-            stderr=side,
-            check=True,
-        )
-        return os.read(main, 100_000).decode()
-    finally:
-        os.close(main)
-        os.close(side)
-
-
 async def test_a_terminal_gets_colours_short_ids_and_totals(cli: Cli, engine: Engine) -> None:
     ended = await engine.create(execution_kind="resize")
     await engine.backend.executions.cancel_execution(ended)
     await engine.create(execution_kind="resize")
-    screen = await asyncio.to_thread(on_terminal, cli, "ps")
+    screen = await shown(cli, "ps")
     assert "\x1b[" in screen
     assert f"{ended.partition}-{ended.uuid[:8]}" in screen
     assert ended.uuid[:9] not in screen
@@ -147,7 +127,7 @@ async def test_a_terminal_gets_colours_short_ids_and_totals(cli: Cli, engine: En
     assert "2 executions: " in screen
     assert "1 waiting" in screen
     assert "1 cancelled" in screen
-    limited = await asyncio.to_thread(on_terminal, cli, "ps", "--limit", "1")
+    limited = await shown(cli, "ps", "--limit", "1")
     assert "Showing the newest 1; --all shows all" in limited
 
 
@@ -157,7 +137,7 @@ async def test_short_ids_grow_until_they_differ(cli: Cli, engine: Engine) -> Non
     for uuid in (first, second):
         named = ExecutionId.deterministic_solo("default", uuid, PartitionCounts())
         await engine.create(execution_id=named)
-    screen = await asyncio.to_thread(on_terminal, cli, "ps")
+    screen = await shown(cli, "ps")
     assert "11111111-aa\x1b" in screen
     assert "11111111-ab\x1b" in screen
 
@@ -174,7 +154,7 @@ async def test_stored_text_cannot_control_the_terminal(cli: Cli, engine: Engine)
     (line,) = (await cli("show", handle.execution_id.uuid, "--json")).lines
     assert line.isprintable()
     assert json.loads(line)["execution"]["failure_reason"].endswith("\x9b\u202e")
-    screen = await asyncio.to_thread(on_terminal, cli, "show", handle.execution_id.uuid)
+    screen = await shown(cli, "show", handle.execution_id.uuid)
     assert "\x1b[2J" not in screen
     assert "\x1b]0" not in screen
 
@@ -202,35 +182,12 @@ async def test_watch_prints_what_is_new_and_what_changed(
 
 async def test_watch_on_a_terminal_redraws(cli: Cli, engine: Engine) -> None:
     execution_id = await engine.create()
-    main, side = pty.openpty()
-    process = await asyncio.create_subprocess_exec(
-        COMMAND,
-        *("ps", "--watch"),
-        env=cli.environment | {"TERM": "xterm-256color", "LINES": "20"},
-        cwd=cli.folder,
-        stdin=side,
-        stdout=side,
-        stderr=side,
-    )
-    os.close(side)
-
-    def until(part: bytes) -> None:
-        seen = b""
-        while part not in seen:
-            seen += os.read(main, 4096)
-
-    try:
-        async with asyncio.timeout(30):
-            await asyncio.to_thread(until, execution_id.uuid[:8].encode())
-            await engine.backend.executions.cancel_execution(execution_id)
-            await asyncio.to_thread(until, b"1 cancelled")
-            process.send_signal(signal.SIGINT)
-            assert await process.wait() == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        os.close(main)
+    async with in_terminal(cli, "ps", "--watch", rows=20) as terminal:
+        await terminal.until(execution_id.uuid[:8])
+        await engine.backend.executions.cancel_execution(execution_id)
+        await terminal.until("1 cancelled")
+        terminal.process.send_signal(signal.SIGINT)
+        assert await terminal.end() == 0
 
 
 def test_a_narrow_terminal_goes_without_what_matters_least() -> None:

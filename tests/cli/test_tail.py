@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-import pty
 import signal
 import subprocess
 from pathlib import Path
@@ -25,6 +24,7 @@ from tests.support.executions import promote
 from tests.support.sdk import until
 from tests.support.server import TestServer
 from tests.support.suspension import Waits
+from tests.support.terminal import shown
 
 RETRY = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 0}}}
 HOUR = 3_600_000
@@ -163,24 +163,7 @@ async def test_a_terminal_gets_colours_but_no_tricks(cli: Cli, engine: Engine) -
     await write(engine, handle, bytes(range(64)), "blob", encoding="binary")
     await write(engine, handle, "no line end")
     await engine.backend.executions.complete(handle)
-
-    def on_terminal() -> str:
-        main, side = pty.openpty()
-        try:
-            subprocess.run(
-                [COMMAND, "tail", handle.execution_id],
-                env=cli.environment | {"TERM": "xterm-256color"},
-                cwd=cli.folder,
-                stdout=side,
-                stderr=side,
-                check=True,
-            )
-            return os.read(main, 20_000).decode()
-        finally:
-            os.close(main)
-            os.close(side)
-
-    seen = (await asyncio.to_thread(on_terminal)).replace("\r\n", "\n")
+    seen = (await shown(cli, "tail", handle.execution_id)).replace("\r\n", "\n")
     assert "plain\\x1b]0;title\\x07\n" in seen
     assert "\x1b[31mbad" in seen
     assert '\x1b[33mprogress {"pct":5}' in seen

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import pty
 import signal
 import subprocess
 import sys
@@ -17,9 +15,10 @@ import typer
 
 from flowfabric import __version__
 from flowfabric.cli.main import COMMANDS, SYNONYMS, app, load_command
-from tests.support.command import COMMAND, Cli
+from tests.support.command import Cli
 from tests.support.listening import listening
 from tests.support.server import free_port
+from tests.support.terminal import shown
 
 ALL_COMMANDS = (*COMMANDS, "bench", "version")
 
@@ -331,24 +330,10 @@ async def test_ctrl_c_while_waiting_is_quiet(bare: Cli) -> None:
 
 
 async def test_errors_are_red_on_a_terminal_only(bare: Cli) -> None:
-    def on_terminal(**variables: str) -> str:
-        main, side = pty.openpty()
-        try:
-            subprocess.run(
-                [COMMAND, "show", "zzzz"],
-                env=bare.environment | variables,
-                cwd=bare.folder,
-                stderr=side,
-                check=False,
-            )
-            return os.read(main, 10_000).decode()
-        finally:
-            os.close(main)
-            os.close(side)
-
-    assert "\x1b[31m" in await asyncio.to_thread(on_terminal)
-    assert "\x1b" not in await asyncio.to_thread(on_terminal, NO_COLOR="1")
+    assert "\x1b[31m" in await shown(bare, "show", "zzzz")
     assert "\x1b" not in (await bare("show", "zzzz")).err
+    bare.environment["NO_COLOR"] = "1"
+    assert "\x1b" not in await shown(bare, "show", "zzzz")
 
 
 async def test_bench_is_mounted(bare: Cli) -> None:

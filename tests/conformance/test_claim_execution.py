@@ -22,12 +22,6 @@ async def claim_fresh(engine: Engine, execution_id: ExecutionId, **options: Any)
     )
 
 
-async def claim_resumed(engine: Engine, execution_id: ExecutionId, **options: Any) -> Claim:
-    arguments: dict[str, Any] = WORKER | {"lease_ttl_ms": TTL} | options
-    held = await grant(engine, execution_id)
-    return await engine.backend.claims.claim_resumed_execution(held, **arguments)
-
-
 async def test_a_bare_claim_has_the_defaults(engine: Engine) -> None:
     claim = await claim_fresh(engine, await engine.create())
     assert (claim.input_payload, claim.payload_encoding, claim.tags) == (b"", "", {})

@@ -16,7 +16,6 @@ from flowfabric.scanners.base import Cycle, ScanResult
 from flowfabric.scanners.index_reconciler import IndexReconciler
 from flowfabric.scanners.watch import TerritoryMap
 from flowfabric.valkey.address import parse_url
-from tests.support import lua_keys
 from tests.support.engine import TTL, Engine
 from tests.support.executions import CODES, Case
 from tests.support.scanning import break_record, idle, members, plant, rings
@@ -255,7 +254,7 @@ async def test_any_damage_of_a_quiet_partition_is_seen_at_once(engine: Engine, d
         "record": ("DEL", keys.core(tag, victim)),
         "signatures": ("DEL", keys.lane(tag, "default", "sigs")),
         "timer": ("ZREM", index(tag, "attempt_timeout"), held),
-        "worker": ("SREM", lua_keys.worker_leases(tag, "w-1"), held),
+        "worker": ("SREM", keys.worker_leases(tag, "w-1"), held),
         "expiry": ("ZADD", index(tag, "lease_expiry"), 2**50, held),
     }
     await call(*commands[damage])

@@ -24,6 +24,35 @@ waitpoints = _of_execution("waitpoints")
 signals = _of_execution("signals")
 
 
+def _of_flow(part: str) -> Callable[[str, str], str]:
+    def name(tag: str, flow_id: str) -> str:
+        return f"ff:flow:{tag}:{flow_id}:{part}"
+
+    return name
+
+
+members = _of_flow("members")
+member_ids = _of_flow("member_ids")
+held = _of_flow("held")
+exits = _of_flow("exits")
+
+
+def out(tag: str, flow_id: str, execution_id: str) -> str:
+    return f"ff:flow:{tag}:{flow_id}:out:{execution_id}"
+
+
+def ledger(tag: str, budget_id: str, execution_id: str) -> str:
+    return keys.budget_part(tag, budget_id, f"by_exec:{execution_id}")
+
+
+def usage_mark(tag: str, budget_id: str, key: str) -> str:
+    return f"ff:usagededup:{tag}:{budget_id}:{key}"
+
+
+def settled(tag: str, budget_id: str, reservation_id: str) -> str:
+    return f"ff:settled:{tag}:{budget_id}:{reservation_id}"
+
+
 def stream_meta(tag: str, execution_id: str, number: int | str) -> str:
     return f"{keys.stream(tag, execution_id, number)}:meta"
 
@@ -54,10 +83,6 @@ def quota_window(tag: str, quota_policy_id: str) -> str:
 
 def quota_guards(tag: str, quota_policy_id: str) -> str:
     return f"{keys.quota(tag, quota_policy_id)}:guards"
-
-
-def worker_leases(tag: str, instance: str) -> str:
-    return f"ff:idx:{tag}:worker:{instance}:leases"
 
 
 def last_claim(tag: str, lane_id: str, instance: str) -> str:

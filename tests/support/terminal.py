@@ -6,10 +6,11 @@ import asyncio
 import fcntl
 import os
 import re
+import signal
 import struct
 import termios
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from tests.support.command import COMMAND, PATIENCE_S, Cli
@@ -32,7 +33,9 @@ class Terminal:
         self._master = master
         self._arrived = asyncio.Event()
         self.raw = ""
+        """Everything shown so far."""
         self._read_to = 0
+        self._ended = False
         asyncio.get_running_loop().add_reader(master, self._read)
 
     def _read(self) -> None:
@@ -42,6 +45,7 @@ class Terminal:
             # Linux says so when no process has the terminal any longer.
             part = b""
         if not part:
+            self._ended = True
             asyncio.get_running_loop().remove_reader(self._master)
         self.raw += part.decode(errors="replace")
         self._arrived.set()
@@ -51,14 +55,19 @@ class Terminal:
         """Everything shown so far, without control sequences."""
         return plain(self.raw)
 
-    async def shows(self, part: str) -> str:
-        """Wait for text after what was waited for last; the line that it is in."""
+    async def until(self, part: str) -> None:
+        """Wait for text after what was waited for last."""
         async with asyncio.timeout(PATIENCE_S):
             while (at := self.text.find(part, self._read_to)) < 0:
-                assert self.process.returncode is None, f"{part!r} never came:\n{self.text}"
+                assert not self._ended, f"{part!r} never came:\n{self.text}"
                 self._arrived.clear()
                 await self._arrived.wait()
         self._read_to = at + len(part)
+
+    async def shows(self, part: str) -> str:
+        """Wait for text after what was waited for last; the line that it is in."""
+        await self.until(part)
+        at = self._read_to - len(part)
         while "\n" not in self.text[self._read_to :]:
             self._arrived.clear()
             await asyncio.wait_for(self._arrived.wait(), PATIENCE_S)
@@ -68,9 +77,27 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self._master, keys.encode())
 
+    async def interrupt(self) -> None:
+        """Send SIGINT; again if Python had not begun to read: it then waits for the next key."""
+        while self.process.returncode is None:
+            self.process.send_signal(signal.SIGINT)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), 5)
+
     async def end(self) -> int:
-        """Wait for its exit status."""
-        return await asyncio.wait_for(self.process.wait(), PATIENCE_S)
+        """Wait for its exit status, and for all that it shows."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not self._ended:
+                self._arrived.clear()
+                await self._arrived.wait()
+            return await self.process.wait()
+
+
+async def shown(cli: Cli, *arguments: str) -> str:
+    """What a command that ends by itself shows in a terminal, with control sequences."""
+    async with in_terminal(cli, *arguments) as terminal:
+        await terminal.end()
+    return terminal.raw
 
 
 @asynccontextmanager

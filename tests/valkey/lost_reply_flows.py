@@ -133,13 +133,6 @@ async def drifted(engine: Engine) -> Members:
     return nodes
 
 
-async def unindexed(engine: Engine) -> None:
-    index = keys.index(TestFlow.tag_of(engine, FLOW), "flow_index")
-    await engine.backend.transport.call("ZADD", index, 0, FLOW)
-    await a_flow(engine)
-    await engine.backend.transport.call("DEL", keys.flow(TestFlow.tag_of(engine, FLOW), FLOW))
-
-
 async def with_a_far_subflow(engine: Engine) -> int:
     """A subflow in another partition whose parent does not know it yet; its partition."""
     owner = GraphNode(key="s", execution_kind="subflow")

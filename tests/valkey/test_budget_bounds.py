@@ -6,6 +6,7 @@ from flowfabric.core.contracts.budgets import BudgetChange
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.partition import budget_partition
 from flowfabric.engine.valkey import keys
+from tests.support import lua_keys
 from tests.support.budgets import budget, new_budget
 from tests.support.engine import Engine
 from tests.support.server_time import ONCE_US, assert_short, command, times, uuids
@@ -121,7 +122,7 @@ async def test_many_ledgers_and_waiting_executions(engine: Engine) -> None:
 
     async def spend() -> None:
         for execution_id in many:
-            await command(engine, "HSET", keys.ledger(tag, budget_id, execution_id), "a", 1)
+            await command(engine, "HSET", lua_keys.ledger(tag, budget_id, execution_id), "a", 1)
         await command(engine, "ZADD", index, *(part for each in many for part in (0, each)))
 
     async def forget() -> None:

@@ -14,6 +14,7 @@ from flowfabric.engine.api.budgets import Budgets
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.address import parse_url
+from tests.support import lua_keys
 from tests.support.budgets import budget, held, hold, new_budget, spend, used
 from tests.support.cluster import TestCluster
 from tests.support.engine import Engine, refused
@@ -27,12 +28,12 @@ async def test_the_mark_carries_the_tag_and_the_budget(engine: Engine) -> None:
     budgets, call = engine.backend.budgets, engine.backend.transport.call
     budget_id = await new_budget(engine.backend, dedup_ttl_ms=5000)
     await budgets.report_usage_admin(budget_id, {"a": 1}, dedup_key="{k}:1")
-    mark = keys.usage_mark(tag_of(engine, budget_id), budget_id, "{k}:1")
+    mark = lua_keys.usage_mark(tag_of(engine, budget_id), budget_id, "{k}:1")
     life: Any = await call("PTTL", mark)
     assert 0 < life <= 5000
     await budgets.update_budget_limits(budget_id, BudgetChange(dedup_ttl_ms=90_000))
     await budgets.report_usage_admin(budget_id, {"a": 1}, dedup_key="later")
-    life = await call("PTTL", keys.usage_mark(tag_of(engine, budget_id), budget_id, "later"))
+    life = await call("PTTL", lua_keys.usage_mark(tag_of(engine, budget_id), budget_id, "later"))
     assert 80_000 < life <= 90_000
 
 
@@ -40,7 +41,7 @@ async def test_a_mark_lives_for_a_day(engine: Engine) -> None:
     budgets, call = engine.backend.budgets, engine.backend.transport.call
     budget_id = await new_budget(engine.backend)
     await budgets.report_usage_admin(budget_id, {"a": 1}, dedup_key="k")
-    life: Any = await call("PTTL", keys.usage_mark(tag_of(engine, budget_id), budget_id, "k"))
+    life: Any = await call("PTTL", lua_keys.usage_mark(tag_of(engine, budget_id), budget_id, "k"))
     assert 86_390_000 < life <= 86_400_000
 
 

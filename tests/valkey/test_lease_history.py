@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.valkey import keys
 from tests.conformance.test_lease_history import RETRY
-from tests.support import lua_keys
 from tests.support.engine import TTL, Engine
 from tests.support.leases import lapsed, mark, reclaim, running
 from tests.support.storage import indexes
@@ -55,5 +55,5 @@ async def test_a_lost_execution_that_ends_leaves_its_losers_index(engine: Engine
     handle = await lapsed(engine)
     await engine.backend.executions.cancel_execution(handle.execution_id)
     assert await leased_by(engine, handle.execution_id) == set()
-    index = lua_keys.worker_leases(handle.execution_id.tag, "w-1")
+    index = keys.worker_leases(handle.execution_id.tag, "w-1")
     assert await engine.backend.transport.call("EXISTS", index) == 0

@@ -112,7 +112,8 @@ async def test_an_absent_limit_is_0(engine: Engine) -> None:
     await engine.backend.transport.call("HDEL", record, *STORED, "jitter_ms")
     limits = await engine.backend.quotas.read_quota_policy_limits(name)
     assert limits is not None
-    assert (limits.is_unlimited, limits.window_seconds, limits.window_ms) == (True, 0, WINDOW)
+    assert (limits.max_requests_per_window, limits.max_concurrent) == (0, 0)
+    assert (limits.window_seconds, limits.window_ms) == (0, WINDOW)
     assert await engine.backend.quotas.admit_many(name, [engine.new_id()]) == [Unlimited()]
 
 

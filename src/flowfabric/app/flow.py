@@ -15,14 +15,12 @@ from flowfabric.app.flow_views import (
 from flowfabric.app.graphs import Graph, NodeOptions, Nodes, checked_options
 from flowfabric.app.handles import Node
 from flowfabric.app.run import Run, SyncRun, decoded_result
-from flowfabric.core.contracts import ListingPage
 from flowfabric.core.contracts.executions import ExecutionInfo
 from flowfabric.core.contracts.flows import (
     AlreadySubmitted,
     CancelFlowOutcome,
     CancellationPolicy,
     FlowGraph,
-    FlowMember,
     FlowReplayed,
     FlowSnapshot,
 )
@@ -40,6 +38,7 @@ from flowfabric.core.partition import flow_partition
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.events import Event, EventFilter
 from flowfabric.engine.lookup import IdStart
+from flowfabric.engine.paging import read_every
 from flowfabric.sdk.blocking import Caller, SyncTwin, blocking
 from flowfabric.sdk.client import Client, run_error
 
@@ -209,6 +208,10 @@ class Flow:
         flow = await self._snapshot(client)
         nodes = {node.key: node for node in await self._nodes(client)}
         key_of = {node.execution_id: node.key for node in nodes.values()}
+        flows = client.backend.flows
+        found = await read_every(
+            lambda cursor: flows.list_edges(self.id, cursor=cursor, limit=_PAGE)
+        )
         edges = [
             GraphEdgeView(
                 frm=key_of[edge.upstream_execution_id],
@@ -217,7 +220,7 @@ class Flow:
                 state=edge.edge_state,
                 input_name=edge.input_name,
             )
-            async for edge in _pages(client.backend.flows.list_edges, self.id)
+            for edge in found
             if edge.upstream_execution_id in key_of and edge.downstream_execution_id in key_of
         ]
         return GraphView(
@@ -237,8 +240,10 @@ class Flow:
 
     async def _nodes(self, client: Client) -> list[GraphNodeView]:
         """All nodes in the order in which they were added."""
-        pages = _pages(client.backend.flows.list_members, self.id)
-        members: list[FlowMember] = [member async for member in pages]
+        flows = client.backend.flows
+        members = await read_every(
+            lambda cursor: flows.list_members(self.id, cursor=cursor, limit=_PAGE)
+        )
         members.sort(key=lambda member: member.number)
         return [
             GraphNodeView(
@@ -324,15 +329,6 @@ async def _each(items: typing.Iterable[Any], read: Callable[[Any], Any]) -> list
     for start in range(0, len(listed), _AT_ONCE):
         found += await asyncio.gather(*map(read, listed[start : start + _AT_ONCE]))
     return found
-
-
-async def _pages(read: Callable[..., Any], flow_id: str) -> AsyncIterator[Any]:
-    cursor: str | None = ""
-    while cursor is not None:
-        page: ListingPage[Any] = await read(flow_id, cursor=cursor, limit=_PAGE)
-        for entry in page.entries:
-            yield entry
-        cursor = page.next_cursor
 
 
 class _Builder(Nodes):

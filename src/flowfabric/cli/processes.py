@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import msgspec
 
+from flowfabric.core.backoff import Backoff
 from flowfabric.core.text import duration, plural
 from flowfabric.sdk.logs import log_always
 
@@ -23,8 +24,7 @@ Facts = dict[str, Any]
 """What a worker says about itself when it is ready: its tasks, its lanes, its address."""
 _VARIABLE = "_FLOWFABRIC_MEMBER"
 """What a process knows of its place: its number, how many there are, and its link."""
-_FIRST_PAUSE_S = 0.5
-_LAST_PAUSE_S = 30.0
+_PAUSES_S = (0.5, 30.0)
 _STABLE_S = 60.0
 """After this long, a death starts the pauses over."""
 
@@ -145,7 +145,7 @@ class Supervisor:
 
     async def _keep(self, number: int) -> int:
         """Run one process, again whenever it dies; its last exit status."""
-        pause_s = _FIRST_PAUSE_S
+        backoff = Backoff(*_PAUSES_S)
         while not self._stopping.is_set():
             started = time.monotonic()
             try:
@@ -157,7 +157,8 @@ class Supervisor:
             if self._stopping.is_set() or not self._first_ready.is_set():
                 return 128 - code if code < 0 else code
             if time.monotonic() - started >= _STABLE_S:
-                pause_s = _FIRST_PAUSE_S
+                backoff.reset()
+            pause_s = backoff.next_s()
             pause_ms = round(pause_s * 1000)
             extra = {"action": "worker_died", "worker_process": number, "status": code}
             extra |= {"restart_in_ms": pause_ms}
@@ -165,7 +166,6 @@ class Supervisor:
             log.warning(text, number, how, duration(pause_ms), extra=extra)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause_s)
-            pause_s = min(pause_s * 2, _LAST_PAUSE_S)
         return 0
 
     async def _run(self, number: int) -> int:

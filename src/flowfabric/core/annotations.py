@@ -25,7 +25,6 @@ _KEY_TYPES = (
     *(inspect.DateType, inspect.DateTimeType, inspect.TimeType, inspect.TimeDeltaType),
 )
 _PYDANTIC = (2, 11)
-_PLAIN = ("builtins", "collections", "collections.abc")
 _drop_modules = re.compile(r"\b(?:\w+\.)+(?=\w)").sub
 _ANY = (Any, object, NoReturn, Never)
 

@@ -2,11 +2,9 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
 
 import msgspec
 
-from flowfabric.core.contracts import ListingPage
 from flowfabric.core.contracts.executions import ExecutionInfo
 from flowfabric.core.contracts.flows import (
     DependencyKind,
@@ -21,7 +19,7 @@ from flowfabric.core.ids import ExecutionId, PartitionKey
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.flows import FlowFilter
-from flowfabric.engine.paging import read_every
+from flowfabric.engine.paging import read_every, read_pages
 
 _PAGE = 1000
 _PAGES = 10
@@ -57,23 +55,14 @@ class NewestFlows(msgspec.Struct, frozen=True):
     now_ms: int
 
 
-async def matching_flows(
-    backend: Backend, where: FlowFilter
-) -> AsyncGenerator[ListingPage[FlowListing]]:
-    """The pages of a listing, to its end."""
-    cursor: str | None = ""
-    while cursor is not None:
-        page = await backend.flows.list_flows(cursor=cursor, limit=_PAGE, where=where)
-        yield page
-        cursor = page.next_cursor
-
-
 async def list_newest_flows(backend: Backend, where: FlowFilter, limit: int | None) -> NewestFlows:
     """The newest flows that match; without a limit, all of them."""
     found: list[FlowListing] = []
     statuses: Counter[str] = Counter()
     pages, complete = 0, False
-    async for page in matching_flows(backend, where):
+    async for page in read_pages(
+        lambda cursor: backend.flows.list_flows(cursor=cursor, limit=_PAGE, where=where)
+    ):
         statuses.update(row.status for row in page.entries)
         found += page.entries
         found.sort(key=lambda row: (-row.created_at, row.flow_id))

@@ -21,7 +21,7 @@ from flowfabric.engine.api.events import Event
 from flowfabric.engine.api.reads import Filter
 from flowfabric.engine.api.waitpoints import LastWait
 from flowfabric.engine.flow_overview import Membership, read_membership
-from flowfabric.engine.paging import read_every
+from flowfabric.engine.paging import read_every, read_pages
 
 _PAGE = 1000
 _PAGES = 10
@@ -41,13 +41,11 @@ class ExecutionListing(msgspec.Struct, frozen=True):
     now_ms: int
 
 
-async def matching(backend: Backend, where: Filter) -> AsyncGenerator[ExecutionPage]:
+def matching(backend: Backend, where: Filter) -> AsyncGenerator[ExecutionPage]:
     """The pages of a listing, to its end."""
-    cursor: str | None = ""
-    while cursor is not None:
-        page = await backend.listings.list_executions(cursor=cursor, limit=_PAGE, where=where)
-        yield page
-        cursor = page.next_cursor
+    return read_pages(
+        lambda cursor: backend.listings.list_executions(cursor=cursor, limit=_PAGE, where=where)
+    )
 
 
 async def list_newest(backend: Backend, where: Filter, limit: int | None) -> ExecutionListing:

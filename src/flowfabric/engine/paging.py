@@ -1,25 +1,34 @@
 """Reading a listing to its end."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
 Entry_co = TypeVar("Entry_co", covariant=True)
 T = TypeVar("T")
 
 
-class _Page(Protocol[Entry_co]):
-    @property
-    def entries(self) -> Sequence[Entry_co]: ...
+class _Page(Protocol):
     @property
     def next_cursor(self) -> str | None: ...
 
 
-async def read_every(read: Callable[[str], Awaitable[_Page[T]]]) -> list[T]:
-    """The entries of all pages; `read` gets the cursor of each page."""
-    found: list[T] = []
+class _PageOf(_Page, Protocol[Entry_co]):
+    @property
+    def entries(self) -> Sequence[Entry_co]: ...
+
+
+Page = TypeVar("Page", bound=_Page)
+
+
+async def read_pages(read: Callable[[str], Awaitable[Page]]) -> AsyncGenerator[Page]:
+    """All pages; `read` gets the cursor of each page."""
     cursor: str | None = ""
     while cursor is not None:
         page = await read(cursor)
-        found += page.entries
+        yield page
         cursor = page.next_cursor
-    return found
+
+
+async def read_every(read: Callable[[str], Awaitable[_PageOf[T]]]) -> list[T]:
+    """The entries of all pages."""
+    return [entry async for page in read_pages(read) for entry in page.entries]

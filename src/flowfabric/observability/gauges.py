@@ -11,6 +11,7 @@ from flowfabric.core.ids import ExecutionId, PartitionKey
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.label_budget import OTHER, Labels
 from flowfabric.engine.metrics import Meter
+from flowfabric.engine.paging import read_pages
 
 log = logging.getLogger(__name__)
 
@@ -95,13 +96,13 @@ class Gauges:
 
     async def _suspended(self, limit: int) -> AsyncGenerator[tuple[str, str, ExecutionId]]:
         """Lane, reason and id of the first suspended executions."""
-        cursor: str | None = ""
-        while cursor is not None and limit > 0:
-            page = await self._backend.suspensions.list_suspended(cursor=cursor, limit=_PAGE)
+        list_suspended = self._backend.suspensions.list_suspended
+        async for page in read_pages(lambda cursor: list_suspended(cursor=cursor, limit=_PAGE)):
             for entry in page.entries:
                 yield entry.lane_id, entry.reason, entry.execution_id
             limit -= len(page.entries)
-            cursor = page.next_cursor
+            if limit <= 0:
+                return
 
     async def _read_workers(self) -> None:
         places, workers = self._backend.places, self._backend.workers

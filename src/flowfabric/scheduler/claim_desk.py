@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from flowfabric.core.backoff import Backoff
 from flowfabric.core.capabilities import Offer
 from flowfabric.core.contracts.leases import Claim
 from flowfabric.core.errors import EngineError
@@ -32,8 +33,7 @@ _LISTEN_S = 2.0
 """The longest wait for a doorbell before a sweep."""
 _IDLE_S = 60.0
 """How long hints and the doorbell are kept for workers that do not wait now."""
-_FIRST_PAUSE_S = 0.05
-_LAST_PAUSE_S = 1.0
+_PAUSES_S = (0.05, 1.0)
 _SWEPT_LANES = 2
 
 T = TypeVar("T")
@@ -248,7 +248,7 @@ class SharedOffer:
 
     async def _listen(self) -> None:
         """Turn rings into hints while workers wait, and sweep when it stays silent."""
-        pause = _FIRST_PAUSE_S
+        backoff = Backoff(*_PAUSES_S)
         try:
             while await self._is_wanted():
                 try:
@@ -257,11 +257,10 @@ class SharedOffer:
                     if not places:
                         lanes, width = self.lanes.some(_SWEPT_LANES), self._bell.sweep_width
                         places = await sweep(lanes, self._backend, width)
-                    pause = _FIRST_PAUSE_S
+                    backoff.reset()
                 except EngineError as error:
                     log.debug("lost the doorbell connection: %s", error)
-                    await asyncio.sleep(pause)
-                    pause = min(pause * 2, _LAST_PAUSE_S)
+                    await asyncio.sleep(backoff.jittered_s())
                     self.lanes.hint_own(self._backend)
                     self.wake_for_rest()
                     continue

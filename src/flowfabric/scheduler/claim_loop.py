@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from flowfabric.core.backoff import Backoff
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.engine.api.places import WorkPlace
 from flowfabric.engine.outage import is_permanent
@@ -18,8 +19,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_FIRST_LOOP_PAUSE_S = 0.05
-_LAST_LOOP_PAUSE_S = 5.0
+_FIRST_PAUSE_S = 0.05
+_LAST_CLAIM_PAUSE_S = 5.0
 _LAST_LISTEN_PAUSE_S = 1.0
 _SWEPT_LANES = 2
 _OUTAGES = frozenset({"transport", "busy_loading", "cluster"})
@@ -72,7 +73,7 @@ class ClaimLoop(Generic[T]):
 
     async def _serve(self) -> None:
         self._lanes.hint_own(self._backend)
-        pause, outage = _FIRST_LOOP_PAUSE_S, self._claims.outage
+        backoff, outage = Backoff(_FIRST_PAUSE_S, _LAST_CLAIM_PAUSE_S), self._claims.outage
         while not self._stopped.is_set():
             found = self._lanes.next() if self._claims.free else None
             if found is None:
@@ -85,7 +86,7 @@ class ClaimLoop(Generic[T]):
                 continue
             try:
                 await self._claim(*found)
-                pause = _FIRST_LOOP_PAUSE_S
+                backoff.reset()
                 outage.ended()
             except EngineError as error:
                 if is_permanent(error):
@@ -93,8 +94,7 @@ class ClaimLoop(Generic[T]):
                 if not outage.noticed(error, "claim failed"):
                     extra = {"action": "claim_failed"}
                     log.warning("claim failed, trying again: %s", error, extra=extra)
-                await self._pause(error, pause * random.uniform(0.5, 1.0))  # noqa: S311
-                pause = min(pause * 2, _LAST_LOOP_PAUSE_S)
+                await self._pause(error, backoff.jittered_s())
 
     async def _claim(self, lane: LaneHints, tag: str) -> None:
         tasks = await lane.visit([tag], self._batch, self._claims.claim_from)
@@ -113,7 +113,7 @@ class ClaimLoop(Generic[T]):
             wait.cancel()
 
     async def _until_up(self, seconds: float) -> None:
-        await asyncio.sleep(_FIRST_LOOP_PAUSE_S)
+        await asyncio.sleep(_FIRST_PAUSE_S)
         try:
             await self._backend.meta.wait_ready(seconds)
         except EngineError:
@@ -121,7 +121,7 @@ class ClaimLoop(Generic[T]):
 
     async def _listen(self) -> None:
         """Turn rings into hints while permits are free."""
-        pause = _FIRST_LOOP_PAUSE_S
+        backoff = Backoff(_FIRST_PAUSE_S, _LAST_LISTEN_PAUSE_S)
         while True:
             await self._rings_wanted.wait()
             self._rings_wanted.clear()
@@ -131,15 +131,14 @@ class ClaimLoop(Generic[T]):
                 # Workers that started together do not sweep together for ever.
                 spread = random.uniform(0.9, 1.1)  # noqa: S311
                 places = await self._doorbell.wait(self._listen_s * spread)
-                pause = _FIRST_LOOP_PAUSE_S
+                backoff.reset()
                 self._rung.update(places)
                 if not places:
                     lanes, width = self._lanes.some(_SWEPT_LANES), self._doorbell.sweep_width
                     places = await sweep(lanes, self._backend, width)
             except EngineError as error:
                 log.debug("lost the doorbell connection: %s", error)
-                await asyncio.sleep(pause)
-                pause = min(pause * 2, _LAST_LISTEN_PAUSE_S)
+                await asyncio.sleep(backoff.jittered_s())
                 self._lanes.hint_own(self._backend)
                 places = []
             for lane_id, tag in places:

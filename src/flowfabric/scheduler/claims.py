@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from flowfabric.core.backoff import Backoff
 from flowfabric.core.contracts.leases import Candidate, ClaimedMany
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.ids import new_uuid
@@ -27,8 +27,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 _MAX_STICKY = 16
-_FIRST_PAUSE_S = 0.1
-_LAST_PAUSE_S = 1.0
+_PAUSES_S = (0.1, 1.0)
 
 
 class SharedHints(NamedTuple):
@@ -228,7 +227,7 @@ class WorkerClaims(ClaimPermits[T]):
         request, request_id, since = self.requests[lane_id], self.new_request_id(), time.monotonic()
         # Ending these tasks frees their permits, so claim that many.
         room = len(items) if self._may_stick(lane_id, tag, of_flow=of_flow) else 0
-        pause = _FIRST_PAUSE_S
+        backoff: Backoff | None = None
         while True:
             try:
                 outcomes, claimed = await self.backend.claims.complete_and_claim(
@@ -239,9 +238,8 @@ class WorkerClaims(ClaimPermits[T]):
                     if room and error.ambiguous:
                         self._note_unanswered(lane_id, tag, request_id, since)
                     raise
-                if not self.outage.noticed(error, "cannot store results"):
-                    extra = {"action": "complete_delayed"}
-                    log.warning("cannot store results, trying again: %s", error, extra=extra)
+                backoff = backoff or Backoff(*_PAUSES_S)
+                await self.wait_to_store(error, backoff)
             else:
                 self.outage.ended()
                 if not room:
@@ -252,8 +250,6 @@ class WorkerClaims(ClaimPermits[T]):
                 if self.meter is not None:
                     measure_cycle(self.meter, lane_id, since, claimed.claims)
                 return outcomes, partial(self._adopt_claimed, lane_id, tag, claimed, since)
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
-            pause = min(pause * 2, _LAST_PAUSE_S)
 
     def _adopt_claimed(self, lane_id: str, tag: str, claimed: ClaimedMany, since: float) -> list[T]:
         claims = claimed.claims

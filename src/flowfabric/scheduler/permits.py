@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from flowfabric.core import capabilities as caps
+from flowfabric.core.backoff import Backoff
 from flowfabric.core.contracts.leases import Claim
 from flowfabric.core.errors import EngineError, WorkerAtCapacity
 from flowfabric.engine import metrics
@@ -169,6 +170,13 @@ class ClaimPermits(ABC, Generic[T]):
         a function that returns the claimed tasks: call it when those that ended have released their
         permits.
         """
+
+    async def wait_to_store(self, error: EngineError, backoff: Backoff) -> None:
+        """Report, once per outage, that results cannot be stored, and wait before the next try."""
+        if not self.outage.noticed(error, "cannot store results"):
+            extra = {"action": "complete_delayed"}
+            log.warning("cannot store results, trying again: %s", error, extra=extra)
+        await asyncio.sleep(backoff.jittered_s())
 
     async def aclose(self) -> None:
         """Wait for what runs in the background."""

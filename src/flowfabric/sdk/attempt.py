@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from flowfabric.core import errors
+from flowfabric.core.backoff import Backoff
 from flowfabric.core.contracts.leases import Claim, Handle, ResumeCause
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api.backend import Backend
@@ -24,8 +25,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _TRIES = 3
-_FIRST_PAUSE_S = 0.1
-_LAST_PAUSE_S = 1.0
+_PAUSES_S = (0.1, 1.0)
 DROP_PAUSE_S = 0.1
 """How long a dropped task keeps its lease, so that code that drops every task does not spin."""
 # The keeper's thread reports a loss while a call of the task may be in flight.
@@ -176,7 +176,7 @@ class HeldAttempt:
 
     async def _repeat(self, call: Callable[[], Awaitable[T]], tries: int = -1) -> T:
         """Repeat a replay-safe call after transport faults, while the lease may last."""
-        pause, ambiguous = _FIRST_PAUSE_S, False
+        backoff, ambiguous = Backoff(*_PAUSES_S), False
         while True:
             try:
                 return await call()
@@ -185,8 +185,7 @@ class HeldAttempt:
                 error.ambiguous = ambiguous = ambiguous or error.ambiguous
                 if not tries or not error.retryable or not self.may_hold_lease:
                     raise
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, _LAST_PAUSE_S)
+            await asyncio.sleep(backoff.jittered_s())
 
     async def _land(
         self,

@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import logging
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Generic, Literal, Self, TypeVar, cast
 
+from flowfabric.core.backoff import Backoff
 from flowfabric.core.closing import AsyncClosing, Closing
 from flowfabric.core.contracts.streams import StreamedFrame, Visibility
 from flowfabric.core.errors import CorruptionError, EngineError, TransportError, invalid_input
@@ -19,8 +19,7 @@ from flowfabric.sdk.loop_thread import PortalClosed
 
 log = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S = 0.05
-_LAST_PAUSE_S = 2.0
+_PAUSES_S = (0.05, 2.0)
 _TAIL_PAUSE_S = 0.2
 T = TypeVar("T")
 
@@ -50,7 +49,7 @@ class EventFeed(AsyncClosing, Generic[T]):
 
     async def __anext__(self) -> T | CorruptionError:
         """The next event; waits for it, also through outages of the server."""
-        pause = _FIRST_PAUSE_S
+        backoff = Backoff(*_PAUSES_S)
         while not self._closed:
             try:
                 if self._subscription is None:
@@ -65,8 +64,7 @@ class EventFeed(AsyncClosing, Generic[T]):
                 if not error.retryable or self._closed:
                     raise
                 log.debug("lost the subscription, subscribing again: %s", error)
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
-            pause = min(pause * 2, _LAST_PAUSE_S)
+            await asyncio.sleep(backoff.jittered_s())
         raise StopAsyncIteration
 
     async def ack(self, event_id: str) -> None:

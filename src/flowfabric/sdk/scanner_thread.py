@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import deque
 
+from flowfabric.core.backoff import Backoff
 from flowfabric.core.errors import TransportError
 from flowfabric.core.forks import leave_behind
 from flowfabric.engine.api.backend import Backend
@@ -14,8 +15,7 @@ from flowfabric.sdk.loop_thread import Connect, LoopThread, opened
 
 log = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S = 0.5
-_LAST_PAUSE_S = 5.0
+_PAUSES_S = (0.5, 5.0)
 _MAX_WAITING = 10_000
 
 
@@ -80,7 +80,7 @@ class ScannerThread(LoopThread):
 
     async def _open(self) -> Backend:
         """A backend, however long the server stays away."""
-        pause = _FIRST_PAUSE_S
+        backoff = Backoff(*_PAUSES_S)
         while True:
             try:
                 return await opened(self._connect)
@@ -91,5 +91,4 @@ class ScannerThread(LoopThread):
                     extra = {"action": "scanners_not_connected", "error": str(error)}
                     log.warning("scanners cannot connect, trying again: %s", error, extra=extra)
                 self._ready.set()
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, _LAST_PAUSE_S)
+            await asyncio.sleep(backoff.jittered_s())

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, cast
 
 import msgspec
 
+from flowfabric.core.backoff import Backoff
 from flowfabric.core.contracts.executions import RetryScheduled, TerminalFailed
 from flowfabric.core.contracts.remote import RemoteClaim, RemoteClaims
 from flowfabric.core.errors import EngineError, TransportError
@@ -32,8 +32,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 25.0
 """How long the server may hold a claim back: less than proxies usually allow."""
-_FIRST_PAUSE_S = 0.1
-_LAST_PAUSE_S = 2.0
+_PAUSES_S = (0.1, 2.0)
 _SENDERS = 2
 """Completing calls under way at a time; what ends meanwhile goes into the next one."""
 _MAX_BYTES = 4_194_304
@@ -265,7 +264,7 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
 
     async def _delivered(self, body: dict[str, Any], batch: list[_Ended]) -> _Answer:
         """Send the same request until it is answered, as long as one of the leases may last."""
-        pause, failed = _FIRST_PAUSE_S, batch[0].failed
+        backoff, failed = Backoff(*_PAUSES_S), batch[0].failed
         while True:
             try:
                 answer: _Answer = await self.link.call(
@@ -278,14 +277,10 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
                 # Also of a server that is busy or shuts down.
                 if not error.retryable or not any(ended.may_repeat() for ended in batch):
                     raise
-                if not self.outage.noticed(error, "cannot store results"):
-                    extra = {"action": "complete_delayed"}
-                    log.warning("cannot store results, trying again: %s", error, extra=extra)
+                await self.wait_to_store(error, backoff)
             else:
                 self.outage.ended()
                 return answer
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
-            pause = min(pause * 2, _LAST_PAUSE_S)
 
     async def give_back_unanswered(self) -> None:
         """Give back what was claimed by calls whose answers were lost."""
@@ -393,7 +388,7 @@ class PollLoop:
 
     async def run(self) -> None:
         """Serve until `stop`. Only an error that no retry can cure ends it otherwise."""
-        claims, pause = self._claims, _FIRST_PAUSE_S
+        claims, backoff = self._claims, Backoff(*_PAUSES_S)
         claims.stopping = self._stopped
         while not self._stopped:
             self._wake.clear()
@@ -406,15 +401,14 @@ class PollLoop:
                 for task in await self._poll():
                     self._start(task)
                 claims.outage.ended()
-                pause = _FIRST_PAUSE_S
+                backoff.reset()
             except EngineError as error:
                 if is_permanent(error):
                     raise
                 if not claims.outage.noticed(error, "claim failed"):
                     extra = {"action": "claim_failed"}
                     log.warning("claim failed, trying again: %s", error, extra=extra)
-                await self._rest(pause * random.uniform(0.5, 1.0))  # noqa: S311
-                pause = min(pause * 2, _LAST_PAUSE_S)
+                await self._rest(backoff.jittered_s())
         await claims.give_back_unanswered()
 
     async def _poll(self) -> list[ClaimedTask]:

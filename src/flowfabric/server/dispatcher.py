@@ -7,6 +7,7 @@ shares.
 import asyncio
 import logging
 
+from flowfabric.core.backoff import Backoff
 from flowfabric.core.errors import CorruptionError, EngineError
 from flowfabric.engine import metrics
 from flowfabric.engine.api.backend import Backend
@@ -16,8 +17,7 @@ from flowfabric.server.entries import entry_of
 
 log = logging.getLogger(__name__)
 audit = logging.getLogger("flowfabric.audit")
-_FIRST_PAUSE_S = 0.2
-_LAST_PAUSE_S = 5.0
+_PAUSES_S = (0.2, 5.0)
 _TAKEN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
@@ -48,7 +48,7 @@ class EventDispatcher:
 
     async def _run(self) -> None:
         """Follow; after a failure, resume after the last event."""
-        pause, crashes = _FIRST_PAUSE_S, 0
+        backoff, crashes = Backoff(*_PAUSES_S), 0
         while True:
             before = self._cursor
             try:
@@ -60,8 +60,9 @@ class EventDispatcher:
                     log.warning(text, error, extra={"action": "events_trimmed"})
                     self._cursor = error.details[0] if error.details else "now"
                 log.debug("cannot follow the operator events, trying again: %s", error)
-                pause = _FIRST_PAUSE_S if self._cursor != before else min(pause * 2, _LAST_PAUSE_S)
-                await asyncio.sleep(pause)
+                if self._cursor != before:
+                    backoff.reset()
+                await asyncio.sleep(backoff.jittered_s())
             except Exception:
                 crashes += 1
                 text = "event dispatcher: crashed, restarting in %g s"

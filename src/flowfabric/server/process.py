@@ -48,8 +48,6 @@ class ServerProcess:
         self.address: tuple[str, int] = config.listen
         """Where it listens; the port is the real one if 0 was asked for."""
         self._listener: Listener | None = None
-        self.timeouts = 0
-        """How many steps of shutdown ran out of time."""
 
     @classmethod
     async def start(
@@ -149,7 +147,6 @@ class ServerProcess:
             self._late(what)
 
     def _late(self, what: str, error: Exception | None = None) -> None:
-        self.timeouts += 1
         # The backend counts what its own step runs out of.
         if self._meter is not None and error is None:
             self._meter.count("ff_shutdown_timeout_total")

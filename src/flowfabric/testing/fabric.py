@@ -15,7 +15,8 @@ from flowfabric.core.contracts.executions import ExecutionSummary
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import ConfigError
 from flowfabric.core.state import PublicState
-from flowfabric.engine.overview import Wait
+from flowfabric.engine.api.reads import Filter
+from flowfabric.engine.overview import Wait, matching
 from flowfabric.sdk.runtime import live
 from flowfabric.testing.crash import Crashes, When
 from flowfabric.testing.engine import Clock, TestEngine
@@ -28,7 +29,6 @@ _ENDED = frozenset(
         *(PublicState.EXPIRED, PublicState.SKIPPED),
     ]
 )
-_PAGE = 1000
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,14 +131,10 @@ class TestFabric(Fabric):
         return await asyncio.to_thread(self._engine.run_timers)
 
     async def _rows(self, *states: str) -> list[ExecutionSummary]:
-        backend, cursor = (await self.client()).backend, ""
-        rows: list[ExecutionSummary] = []
-        while True:
-            page = await backend.listings.list_executions(cursor=cursor, limit=_PAGE)
-            rows += [row for row in page.executions if row.public_state in states]
-            if not page.next_cursor:
-                return rows
-            cursor = page.next_cursor
+        pages = matching((await self.client()).backend, Filter())
+        return [
+            row async for page in pages for row in page.executions if row.public_state in states
+        ]
 
     async def _newly_ended(self) -> list[Ended]:
         rows = {(row.execution_id, row.completed_at): row for row in await self._rows(*_ENDED)}

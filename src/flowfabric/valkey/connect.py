@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
 from typing import Final, Unpack
 
+from flowfabric.core.backoff import Backoff
 from flowfabric.core.errors import EngineError, TransportError, engine_error
 from flowfabric.valkey.address import Address
 from flowfabric.valkey.cluster import ClusterTransport
@@ -20,8 +20,7 @@ log = logging.getLogger(__name__)
 _SILENCE: Final = 1.0
 VERSION_BUDGET_S: Final = 60.0
 """How long a process that sets up a deployment waits for a Valkey that is new enough (09 §1.1)."""
-_FIRST_PAUSE: Final = 0.2
-_LAST_PAUSE: Final = 5.0
+VERSION_PAUSES_S: Final = (0.2, 5.0)
 
 
 async def connect(
@@ -69,8 +68,9 @@ async def check_server(
     loop = asyncio.get_running_loop()
     deadline = loop.time() + budget
     call_all = transport.call_all_nodes if replicas else transport.call_all_primaries
-    waiting = False
-    for pause in pauses():
+    backoff, waiting = Backoff(*VERSION_PAUSES_S), False
+    while True:
+        pause = backoff.next_s()
         try:
             return _lowest(await call_all("INFO", "server"))
         except _NotValkeyError as error:
@@ -85,15 +85,6 @@ async def check_server(
                 extra = {"action": "version_waiting", "error": str(error)}
                 log.warning(text, budget, error, extra=extra)
         await asyncio.sleep(pause)
-    raise AssertionError("the pauses have no end")
-
-
-def pauses() -> Iterator[float]:
-    """How long to wait before asking again: doubled each time, up to a limit."""
-    pause = _FIRST_PAUSE
-    while True:
-        yield pause
-        pause = min(pause * 2, _LAST_PAUSE)
 
 
 class _NotValkeyError(Exception):

@@ -8,11 +8,11 @@ replay-safe calls are. A call with a `timeout` of its own ends with it.
 
 import asyncio
 import logging
-import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from flowfabric.core.backoff import Backoff, jittered
 from flowfabric.core.errors import TransportError
 from flowfabric.core.forks import forget_on_fork, leave_behind
 from flowfabric.valkey import faults
@@ -63,11 +63,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def _jittered(delay: float) -> float:
-    """Half to all of a delay, so that many clients do not come back together."""
-    return delay * random.uniform(0.5, 1.0)  # noqa: S311 - not a secret
-
-
 def is_read(args: Sequence[object]) -> bool:
     """Whether a command changes nothing."""
     if args[0] in _COMMANDS:
@@ -103,10 +98,10 @@ class PatientCall:
     ) -> T:
         """Repeat `attempt`, which gets the error of the one before, until it returns."""
         loop = asyncio.get_running_loop()
-        backoff, reads = _FIRST_BACKOFF, is_read(self.args)
+        backoff, reads = Backoff(_FIRST_BACKOFF, _LAST_PAUSE), is_read(self.args)
         while True:
             if failed is not None:
-                pause = _jittered(backoff)
+                pause = backoff.jittered_s()
                 late = loop.time() + pause >= self.give_up
                 safe = reads or self.replay_safe or not failed.ambiguous
                 if late or self.leaving() or not (safe and failed.passing):
@@ -114,7 +109,6 @@ class PatientCall:
                         failed.ambiguous = False
                     raise failed
                 await asyncio.sleep(pause)
-                backoff = min(backoff * 2, _LAST_PAUSE)
             try:
                 return await attempt(failed)
             except TransportError as error:
@@ -263,7 +257,7 @@ class Link:
 
     async def _dial_until_up(self) -> None:
         while True:
-            await asyncio.sleep(_jittered(self._pause))
+            await asyncio.sleep(jittered(self._pause))
             self._pause = min(max(self._pause * 2, _FIRST_BACKOFF), _LAST_BACKOFF)
             attempt = self._attempt
             assert attempt is not None

@@ -6,15 +6,15 @@ import asyncio
 import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from flowfabric.core.backoff import Backoff
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.engine.valkey.library import LOAD_PAUSES_S, ensure_library
 from flowfabric.valkey.address import Address, parse_url
-from flowfabric.valkey.connect import VERSION_BUDGET_S, check_server, connect, pauses
+from flowfabric.valkey.connect import VERSION_BUDGET_S, VERSION_PAUSES_S, check_server, connect
 from tests.support.listening import listening
 from tests.support.server import TestServer, free_port
 from tests.unit.valkey.resp import HELLO, bulk, scripted_peer
@@ -80,7 +80,8 @@ async def test_an_upgrade_under_way_is_waited_for() -> None:
 def test_the_pauses_and_the_budget_of_a_start() -> None:
     """09 §1.1 and §1.4."""
     assert VERSION_BUDGET_S == 60
-    assert list(islice(pauses(), 7)) == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    backoff = Backoff(*VERSION_PAUSES_S)
+    assert [backoff.next_s() for _ in range(7)] == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
     assert LOAD_PAUSES_S == (0.5, 1, 2, 4, 7)
 
 

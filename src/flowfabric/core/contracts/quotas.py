@@ -30,11 +30,6 @@ class QuotaLimits(msgspec.Struct, frozen=True, kw_only=True):
         """The length of the window that applies."""
         return (self.window_seconds or _DEFAULT_WINDOW_S) * 1000
 
-    @property
-    def is_unlimited(self) -> bool:
-        """Whether the policy refuses nothing."""
-        return not self.max_requests_per_window and not self.max_concurrent
-
     def validate(self) -> Self:
         """The limits, or `invalid_quota_spec` with the name of the field."""
         for name in self.__struct_fields__:

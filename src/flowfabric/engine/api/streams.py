@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -11,6 +10,7 @@ from unicodedata import category
 
 import msgspec
 
+from flowfabric.core.backoff import Backoff, jittered
 from flowfabric.core.contracts import streams as contracts
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import MAX_TAIL_BLOCK_MS, START, StreamCursor
@@ -33,8 +33,7 @@ _REFUSED = frozenset({"Cc", "Cs"})
 _LONGEST = {"correlation_id": 1024, "encoding": 128, "source": 128}
 _MODES = get_args(contracts.FrameMode)
 _PAGE = 500
-_FIRST_PAUSE_S = 0.05
-_LAST_PAUSE_S = 2.0
+_PAUSES_S = (0.05, 2.0)
 _BACKLOG_FRAMES = 4 * MAX_BATCH_FRAMES
 _FINAL = frozenset({"stream_closed", "stale_owner_cannot_append"})
 Appending = Awaitable[contracts.AppendOutcome]
@@ -190,7 +189,7 @@ class StreamFollower:
         self._next = page.next_cursor
 
     async def _tail(self) -> contracts.StreamFrames:
-        pause = _FIRST_PAUSE_S
+        backoff = Backoff(*_PAUSES_S)
         while True:
             try:
                 return await self._tail_stream(after=self._next)
@@ -199,9 +198,7 @@ class StreamFollower:
                     raise
                 log.debug("follower continues after %s despite: %s", self._next, error)
                 advised = error.retry_after_ms if isinstance(error, LimitError) else None
-            # Many followers of one server must not return at the same moment.
-            await asyncio.sleep((advised / 1000 if advised else pause) * random.uniform(0.5, 1.0))  # noqa: S311
-            pause = min(pause * 2, _LAST_PAUSE_S)
+            await asyncio.sleep(jittered(advised / 1000) if advised else backoff.jittered_s())
 
 
 class StreamViewers(Protocol):

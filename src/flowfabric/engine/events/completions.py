@@ -5,6 +5,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 
+from flowfabric.core.backoff import Backoff
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.forks import forget_on_fork, leave_behind
 from flowfabric.core.ids import ExecutionId
@@ -14,8 +15,7 @@ from flowfabric.engine.events.source import FeedSource, Stop
 
 log = logging.getLogger(__name__)
 _WAIT_S = 5.0
-_FIRST_PAUSE_S = 0.05
-_LAST_PAUSE_S = 1.0
+_PAUSES_S = (0.05, 1.0)
 _NUDGE_S = 0.001
 _RECHECK_S = 15.0
 """A waiter that missed its event for whatever reason reads the state again after this time."""
@@ -144,7 +144,7 @@ class _Watcher:
             self._nudging = None
 
     async def _run(self) -> None:
-        pause, wait_s = _FIRST_PAUSE_S, _WAIT_S
+        backoff, wait_s = Backoff(*_PAUSES_S), _WAIT_S
         try:
             while self.waiters:
                 try:
@@ -152,11 +152,12 @@ class _Watcher:
                     if not wait_s:
                         # Entries may have been trimmed, or lost, during the outage.
                         self._wake(self.waiters)
-                    pause, wait_s = _FIRST_PAUSE_S, _WAIT_S
+                    backoff.reset()
+                    wait_s = _WAIT_S
                 except EngineError as error:
                     log.debug("event feed lost, reading again: %s", error)
-                    await asyncio.sleep(pause)
-                    pause, wait_s = min(pause * 2, _LAST_PAUSE_S), 0.0
+                    await asyncio.sleep(backoff.jittered_s())
+                    wait_s = 0.0
         finally:
             self._task = None
             reader, self._reader = self._reader, FeedReader(self._source)

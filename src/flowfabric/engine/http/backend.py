@@ -37,7 +37,6 @@ class HttpBackend(ClosedOnce, Backend):
 
     def __init__(self, link: HttpLink, described: EngineDescription) -> None:
         self.link = link
-        self.server_version = described.version
         self.counts = described.counts
         self.max_payload_bytes = described.max_payload_bytes
         self.executions = proxied("executions")(link)

@@ -169,8 +169,8 @@ def trace(backend: Backend, tracing: Tracing) -> None:
     wraps["executions"] |= {"create_execution": _created, "create_many": _created_many}
     wraps["flows"] |= {
         "submit_flow": _submitted,
-        "extend_flow": functools.partial(_grown, first=1),
-        "spawn_children": functools.partial(_grown, first=1),
+        "extend_flow": _grown,
+        "spawn_children": _grown,
     }
     for noun, methods in wraps.items():
         concern = copy.copy(getattr(backend, noun))
@@ -260,19 +260,19 @@ def _submitted(method: Method, tracing: Tracing) -> Method:
     return call
 
 
-def _grown(method: Method, tracing: Tracing, *, first: int) -> Method:
-    """Calls whose argument `first`, or `nodes`, lists new members."""
+def _grown(method: Method, tracing: Tracing) -> Method:
+    """Calls whose second argument, or `nodes`, lists new members."""
     name = method.__name__
 
     @functools.wraps(method)
     async def call(*args: Any, **options: Any) -> Any:
-        given: Sequence[GraphNode] = args[first] if len(args) > first else options.get("nodes", ())
+        given: Sequence[GraphNode] = args[1] if len(args) > 1 else options.get("nodes", ())
         about = _attributes(args, options) | {"ff.count": len(given)}
         with tracing.span(f"ff.{name}", about, kind=_producer(tracing)) as span:
             traceparent = tracing.traceparent(span)
             nodes = [_tag(node, traceparent) for node in given]
-            if len(args) > first:
-                args = (*args[:first], nodes, *args[first + 1 :])
+            if len(args) > 1:
+                args = (args[0], nodes, *args[2:])
             else:
                 options["nodes"] = nodes
             return await method(*args, **options)

@@ -64,23 +64,9 @@ def _of_flow(part: str) -> Callable[[str, str], str]:
 
 
 flow = _of_flow("core")
-members = _of_flow("members")
-member_ids = _of_flow("member_ids")
 flow_tags = _of_flow("tags")
 edges = _of_flow("edges")
 """The child of each edge."""
-held = _of_flow("held")
-"""Members that wait for the release of their flow."""
-
-
-def out(tag: str, flow_id: str, execution_id: str) -> str:
-    """The edges that leave a member."""
-    return f"ff:flow:{tag}:{flow_id}:out:{execution_id}"
-
-
-def exits(tag: str, flow_id: str) -> str:
-    """Members without children of a flow that an execution owns."""
-    return f"ff:flow:{tag}:{flow_id}:exits"
 
 
 def into(tag: str, flow_id: str, execution_id: str) -> str:
@@ -156,21 +142,6 @@ def budget(tag: str, budget_id: str) -> str:
 def budget_part(tag: str, budget_id: str, part: str) -> str:
     """What a budget counts, and who holds or waits for it."""
     return f"{budget(tag, budget_id)}:{part}"
-
-
-def ledger(tag: str, budget_id: str, execution_id: str) -> str:
-    """What one execution spent of a budget."""
-    return budget_part(tag, budget_id, f"by_exec:{execution_id}")
-
-
-def usage_mark(tag: str, budget_id: str, key: str) -> str:
-    """That usage was counted under a key, for a while."""
-    return f"ff:usagededup:{tag}:{budget_id}:{key}"
-
-
-def settled(tag: str, budget_id: str, reservation_id: str) -> str:
-    """That a reservation ended, for a while."""
-    return f"ff:settled:{tag}:{budget_id}:{reservation_id}"
 
 
 def events(tag: str) -> str:

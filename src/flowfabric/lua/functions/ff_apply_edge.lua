@@ -30,7 +30,7 @@ register('ff_apply_edge', function(keys, args)
       return reply.ok('already_applied', edges.open_count(edges.group(id, rec)), '')
     end
     if flow.is_cancelled(f) then return reply.err('flow_already_terminal') end
-    local open, resolution = graph.apply(c, flow_id, f, id, rec, place, e)
+    local open, resolution = graph.apply(c, flow_id, id, rec, place, e)
     return reply.ok('applied', open, resolution or '', cascade.told(c))
   end, c, args[1])
 end, {})

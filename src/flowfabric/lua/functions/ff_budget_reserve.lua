@@ -36,7 +36,7 @@ budgets.register_function('ff_budget_reserve', function(b, args)
   if before then return before.answer end
   local spend, limits, usage = budgets.spend(args, FIRST), budgets.limits(b), budgets.usage(b)
   local reserved = budgets.reserved(b)
-  local above = budgets.first_above(b, spend, limits, usage, reserved)
+  local above = budgets.first_above(spend, limits, usage, reserved)
   if budgets.stops(b, above, spend, usage) then
     return budgets.hard_breach(b, above, usage[above] or 0, limits['hard:' .. above],
       reserved[above] or 0)

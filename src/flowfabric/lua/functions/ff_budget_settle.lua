@@ -48,7 +48,7 @@ budgets.register_function('ff_budget_settle', function(b, args)
     -- No other hold may lose its room to an excess; this one's own is free now.
     taken[name] = taken[name] - (hold.deltas[name] or 0)
   end
-  local above = budgets.first_above(b, excess, limits, taken, reserved)
+  local above = budgets.first_above(excess, limits, taken, reserved)
   local stopped = budgets.stops(b, above, excess, usage)
   budgets.drop_hold(b, hold, reserved)
   budgets.end_hold(b, hold, 'settled')

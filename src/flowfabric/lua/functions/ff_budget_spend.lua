@@ -22,7 +22,7 @@ budgets.register_function('ff_budget_spend', function(b, args)
   local before = budgets.applied_before(b, dedup, request)
   if before then return before, true end
   local spend, limits, usage = budgets.spend(args, 5), budgets.limits(b), budgets.usage(b)
-  local above = budgets.first_above(b, spend, limits, usage)
+  local above = budgets.first_above(spend, limits, usage)
   if budgets.stops(b, above, spend, usage) then
     return budgets.hard_breach(b, above, usage[above] or 0, limits['hard:' .. above])
   end

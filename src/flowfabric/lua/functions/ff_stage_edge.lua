@@ -27,7 +27,7 @@ local function existing(c, flow_id, f, args)
   local rec = record.checked(c, id)
   if e.state == 'g' then
     if flow.is_cancelled(f) then return reply.err('flow_already_terminal') end
-    local open, resolution = graph.apply(c, flow_id, f, id, rec, place, e)
+    local open, resolution = graph.apply(c, flow_id, id, rec, place, e)
     return reply.ok('applied', f.graph_revision, open, resolution or '', cascade.told(c))
   end
   return reply.ok('already_applied', f.graph_revision, edges.open_count(edges.group(id, rec)), '')
@@ -78,7 +78,7 @@ register('ff_stage_edge', function(keys, args)
       flow.settle(c)
       return reply.ok('staged', f.graph_revision)
     end
-    local open, resolution = graph.apply(c, flow_id, f, id, rec, place, e)
+    local open, resolution = graph.apply(c, flow_id, id, rec, place, e)
     return reply.ok('applied', f.graph_revision, open, resolution or '', cascade.told(c))
   end, c, id)
 end, {})

@@ -142,7 +142,7 @@ end
 
 -- Refuses amounts that the budget cannot count; returns the first dimension above its hard limit.
 -- `held`: what others have reserved, if that counts.
-function budgets.first_above(b, spend, limits, usage, held)
+function budgets.first_above(spend, limits, usage, held)
   local above, count = nil, 0
   for _ in pairs(usage) do count = count + 1 end
   for _, name in ipairs(spend.names) do

@@ -150,7 +150,7 @@ end
 
 -- Makes a staged edge count. Returns how many edges of the child are open, and the answer of an
 -- upstream that has ended already.
-function graph.apply(c, flow_id, f, id, rec, place, e)
+function graph.apply(c, flow_id, id, rec, place, e)
   if S.is_terminal(rec.state) then reply.refuse('terminal') end
   e.state = 'u'
   server.call('HSET', K.into(c.tag, flow_id, id), place, edges.format(e))
@@ -345,7 +345,7 @@ function graph.extend(c, flow_id, items, late, more, holds)
     local id = edges.id_of(c, each[6])
     reply.stop_with(graph.cycle_problem(c, flow_id, edges.id_of(c, each[2]), id))
     local e, _, place = graph.add_edge(c, flow_id, f, id, each, 'g')
-    graph.apply(c, flow_id, f, id, record.checked(c, id), place, e)
+    graph.apply(c, flow_id, id, record.checked(c, id), place, e)
   end
   c:close()
   return #fresh + #late

@@ -1,0 +1,32 @@
+"""How long to wait before a call that failed is repeated."""
+
+import random
+
+
+def jittered(seconds: float) -> float:
+    """Half to all of a pause, so that many clients do not return at the same moment."""
+    return seconds * random.uniform(0.5, 1.0)  # noqa: S311 - not a secret
+
+
+class Backoff:
+    """Pauses between tries: each is twice as long as the one before, up to a limit."""
+
+    __slots__ = ("_first_s", "_last_s", "_next_s")
+
+    def __init__(self, first_s: float, last_s: float) -> None:
+        self._first_s = self._next_s = first_s
+        self._last_s = last_s
+
+    def next_s(self) -> float:
+        """The pause that is due."""
+        pause_s = self._next_s
+        self._next_s = min(pause_s * 2, self._last_s)
+        return pause_s
+
+    def jittered_s(self) -> float:
+        """Half to all of the pause that is due."""
+        return jittered(self.next_s())
+
+    def reset(self) -> None:
+        """Start again with the first pause, after a success."""
+        self._next_s = self._first_s
