@@ -188,7 +188,7 @@ class ValkeyWorkers(Workers):
         while cursor != "0":
             cursor, count, undrained = await self._calls.ask(
                 *("ff_worker_sweep", tag, (cursor or "0", _SWEPT_AT_ONCE)),
-                lambda reply: (text(reply[2]), int(reply[3]), list(reply[4:])),
+                lambda reply: (text(reply[2]), int(reply[3]), list(reply[4])),
                 op="sweep_workers",
             )
             swept += count

@@ -1,7 +1,7 @@
 -- ff_worker_sweep: remove worker processes whose registration has expired from the index.
 -- Keys (tag = namespace): workers, worker alive, worker caps, drains, worker events.
 -- Arguments: cursor (0 at first), number to look at.
--- Replies: next cursor (0 at the end), number removed; then per removed process that was being drained:
+-- Replies: next cursor (0 at the end), number removed, a list of those of them that were being drained:
 --   instance, the namespaces in which it was (separated by spaces). Errors: none. Events: worker_expired.
 register('ff_worker_sweep', function(keys, args)
   local tag, swept, undrained = keys[1], 0, {}
@@ -15,5 +15,5 @@ register('ff_worker_sweep', function(keys, args)
       swept = swept + 1
     end
   end
-  return reply.ok(page[1], swept, unpack(undrained))
+  return reply.ok(page[1], swept, undrained)
 end, { 'allow-oom' })
