@@ -140,6 +140,22 @@ async def test_a_new_priority_counts_for_what_waits_for_a_quota(engine: Engine) 
         assert running == expected
 
 
+async def test_a_new_weight_counts_for_what_waits_for_a_quota(engine: Engine) -> None:
+    policy = await quota(engine, cap=1)
+    running = await limited(engine, quota=policy)
+    assert await claimed(engine) == [running]
+    old = await limited(engine, quota=policy)
+    await engine.advance(120_000)
+    urgent = await limited(engine, quota=policy, priority=1)
+    assert await claimed(engine) == []
+    await engine.backend.lanes.set_lane_config(LANE, priority_weight_ms=60_000)
+    await idle(engine).scan_once("unblock")
+    for expected in (old, urgent):
+        await engine.backend.quotas.release_admission(policy, running)
+        (running,) = await claimed(engine)
+        assert running == expected
+
+
 async def test_a_new_priority_of_one_that_was_let_go_leaves_no_note(engine: Engine) -> None:
     policy = await quota(engine, cap=1)
     running = await limited(engine, quota=policy)
