@@ -53,7 +53,7 @@ SCANNERS = {name for name in _INTERNAL if not name.startswith("_")} | {
     "wait_for",
     *BUDGET_UPKEEP,
     *("admit_many", "confirm_many", "release_many"),
-    *("note_blocked", "forget_blocked", "blocked"),
+    *("note_blocked", "move_blocked", "forget_blocked", "blocked"),
 }
 """What the engine calls itself with what it has stored: no user's arguments get there."""
 

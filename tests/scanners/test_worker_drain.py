@@ -60,11 +60,15 @@ async def test_marks_lapse_when_the_worker_is_gone(engine: Engine) -> None:
 async def test_a_swept_worker_is_no_longer_drained(engine: Engine) -> None:
     backend = engine.backend
     await backend.workers.register_worker(**W1)
+    waiting = await engine.create()
     await backend.workers.drain_worker("w-1")
+    assert await engine.claim_all() == []
     for part in ("alive", "caps"):
         await backend.transport.call("DEL", f"ff:worker:{{default}}:w-1:{part}")
     await idle(engine).scan_once("worker_sweeper")
     assert await backend.upkeep.list_drains() == []
+    # Another process may start with the same id.
+    assert [claim.execution_id for claim in await engine.claim_all()] == [waiting]
 
 
 async def test_another_worker_pays_nothing_but_a_look(engine: Engine) -> None:

@@ -123,6 +123,51 @@ async def test_the_weight_of_the_lane_decides_who_is_let_go(engine: Engine) -> N
     assert scores[1] - scores[0] == pytest.approx(55_000, abs=1000)
 
 
+async def test_a_new_priority_counts_for_what_waits_for_a_quota(engine: Engine) -> None:
+    policy = await quota(engine, cap=1)
+    running = await limited(engine, quota=policy)
+    assert await claimed(engine) == [running]
+    ids: list[ExecutionId] = []
+    for _ in range(4):
+        ids.append(await limited(engine, quota=policy, priority=1))
+        await engine.advance(1)
+    assert await claimed(engine) == []
+    await engine.backend.executions.change_priority(ids[3], 9)
+    await engine.backend.executions.change_priority(ids[0], 0)
+    for expected in (ids[3], ids[1], ids[2], ids[0]):
+        await engine.backend.quotas.release_admission(policy, running)
+        (running,) = await claimed(engine)
+        assert running == expected
+
+
+async def test_a_new_weight_counts_for_what_waits_for_a_quota(engine: Engine) -> None:
+    policy = await quota(engine, cap=1)
+    running = await limited(engine, quota=policy)
+    assert await claimed(engine) == [running]
+    old = await limited(engine, quota=policy)
+    await engine.advance(120_000)
+    urgent = await limited(engine, quota=policy, priority=1)
+    assert await claimed(engine) == []
+    await engine.backend.lanes.set_lane_config(LANE, priority_weight_ms=60_000)
+    await idle(engine).scan_once("unblock")
+    for expected in (old, urgent):
+        await engine.backend.quotas.release_admission(policy, running)
+        (running,) = await claimed(engine)
+        assert running == expected
+
+
+async def test_a_new_priority_of_one_that_was_let_go_leaves_no_note(engine: Engine) -> None:
+    policy = await quota(engine, cap=1)
+    running = await limited(engine, quota=policy)
+    assert await claimed(engine) == [running]
+    waiting = await limited(engine, quota=policy)
+    assert await claimed(engine) == []
+    # The quota opened just before the new place is noted.
+    await engine.backend.quotas.release_admission(policy, running)
+    await engine.backend.quotas.move_blocked(policy, {waiting: 1})
+    assert (await engine.backend.quotas.blocked(policy)).entries == ()
+
+
 async def test_a_late_caller_does_not_take_the_slot_of_a_run(engine: Engine) -> None:
     policy = await quota(engine, cap=1, window=1)
     running = await limited(engine, quota=policy)

@@ -197,12 +197,19 @@ async def test_a_draining_worker_costs_one_call_per_namespace(engine: Engine) ->
         worker_id="w", worker_instance_id="w-1", lanes=["default"], namespaces=["a", "b"]
     )
     await engine.backend.workers.drain_worker("w-1")
+    home = engine.new_id().partition
     for namespace in ("a", "b", "c"):
-        await submit(engine.backend, 1, namespace=namespace)
+        await submit(engine.backend, 40 if namespace != "c" else 1, namespace=namespace)
+        await submit(engine.backend, 40, namespace="a", partition=(home + 1) % 256)
     grants = WorkerGrants(engine.backend)
     found = await granted(grants)
     assert await engine.backend.reads.get_execution_namespace(found) == "c"
-    assert await grants.claim_for_worker("default", "w", "w-1") == NoWork()
+
+    async def nothing() -> None:
+        assert await grants.claim_for_worker("default", "w", "w-1") == NoWork()
+
+    # One of `a`, one of `b`, and the one of `c` that is granted already.
+    assert await calls_of(engine, nothing()) == 3
 
 
 async def test_work_that_was_lost_is_reserved_too(engine: Engine, make_worker: MakeWorker) -> None:

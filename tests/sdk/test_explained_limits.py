@@ -7,7 +7,7 @@ import pytest
 from flowfabric.core.ids import ExecutionId, budget_id, quota_id
 from flowfabric.sdk.client import Client
 from tests.sdk.conftest import MakeWorker
-from tests.support.engine import Engine, refused
+from tests.support.engine import TTL, Engine, refused
 from tests.support.flows import ids, submitted
 from tests.support.sdk import submit
 
@@ -47,12 +47,52 @@ async def test_an_exhausted_budget_before_and_after_a_claim(
     assert "it starts as soon as one is free" in (await client.explain(waiting)).text
 
 
-async def test_what_lacks_a_worker_says_so_first(engine: Engine) -> None:
+@pytest.mark.parametrize("required", [[], ["gpu"]], ids=["any worker", "gpu"])
+async def test_what_lacks_a_worker_says_so_first(engine: Engine, required: list[str]) -> None:
     client = Client(engine.backend)
     await client.create_budget("team", {"tokens": 1})
     await client.report_usage("team", {"tokens": 1})
-    waiting = await limited(engine, budget="team")
-    assert "no live worker serves lane default" in (await client.explain(waiting)).text
+    policy = {
+        "budget_ids": [budget_id("team")],
+        "routing_requirements": {"required_capabilities": required},
+    }
+    (waiting,) = await submit(engine.backend, policy=policy)
+    found = await client.explain(waiting)
+    assert found.text.startswith("It is waiting: no live worker serves lane default")
+    assert ". Also, budget team: 1 of 1 tokens are used. " in found.text
+    start, change = found.next_steps
+    assert start.startswith("flowfabric worker module:app --lanes default")
+    assert change == "flowfabric budget raise team tokens=LIMIT"
+
+
+async def test_every_limit_that_is_reached_is_named(
+    engine: Engine, make_worker: MakeWorker
+) -> None:
+    client = Client(engine.backend)
+    for name in ("team", "month"):
+        await client.create_budget(name, {"tokens": 1})
+        await client.report_usage(name, {"tokens": 1})
+    await client.create_quota("maps", max_concurrent=1)
+    await limited(engine, quota="maps")
+    worker = await make_worker(max_concurrent_tasks=3)
+    assert await worker.claim() is not None
+    policy = {
+        "budget_ids": [budget_id("team"), budget_id("month")],
+        "quota_policy_id": quota_id("maps"),
+    }
+    (waiting,) = await submit(engine.backend, policy=policy)
+    assert await worker.claim() is None
+    found = await client.explain(waiting)
+    assert found.text.startswith("It is rate_limited: budget team: ")
+    assert found.next_steps == (
+        "flowfabric budget raise team tokens=LIMIT",
+        "flowfabric budget raise month tokens=LIMIT",
+        "flowfabric quota show maps",
+    )
+    # The worker that it would then need has gone meanwhile.
+    await client.mark_worker_dead(worker.config.worker_instance_id)
+    steps = (await client.explain(waiting)).next_steps
+    assert steps == (*found.next_steps, "flowfabric worker module:app --lanes default")
 
 
 @pytest.mark.parametrize(
@@ -154,6 +194,18 @@ async def test_who_holds_it_back_can_release_it(engine: Engine, reason: str) -> 
     assert f"/v1/executions/{held.compact}/unblock" in text
 
 
+async def test_who_is_held_back_and_lacks_a_worker(engine: Engine, make_worker: MakeWorker) -> None:
+    await make_worker()
+    policy = {"routing_requirements": {"required_capabilities": ["gpu"]}}
+    (held,) = await submit(engine.backend, policy=policy)
+    block = engine.backend.claims.block_execution_for_admission
+    await block(held, "paused_by_operator", "under review")
+    found = await Client(engine.backend).explain(held)
+    assert found.text.startswith("It is waiting: paused by operator: under review. Release it")
+    assert ". Also, 1 live worker serves lane default, but the best match lacks gpu" in found.text
+    assert found.next_steps == ("flowfabric worker module:app --lanes default --capabilities gpu",)
+
+
 async def test_a_member_that_was_replayed_without_its_upstream(engine: Engine) -> None:
     flow = await submitted(engine, "a>b")
     await flow.end("a", "cancelled")
@@ -177,3 +229,19 @@ async def test_a_dead_worker_and_no_other(engine: Engine, make_worker: MakeWorke
     assert f"the lease of {instance} was revoked, and no live worker serves lane default" in text
     await make_worker()
     assert "the next free worker takes it over" in (await client.explain(running)).text
+
+
+async def test_a_lane_that_waits_after_a_lost_lease(
+    engine: Engine, make_worker: MakeWorker
+) -> None:
+    client = Client(engine.backend)
+    await client.set_lane_config("default", reclaim_grace_ms=3_600_000)
+    lost = (await engine.running()).execution_id
+    await engine.advance(TTL + 1)
+    await engine.backend.upkeep.mark_lease_expired_if_due(lost.tag, [lost])
+    worker = await make_worker()
+    text = (await client.explain(lost)).text
+    assert "w-1 stopped renewing its lease; lane default gives it to another worker at " in text
+    await engine.advance(3_600_000)
+    assert "; the next free worker takes it over" in (await client.explain(lost)).text
+    assert await worker.claim() is not None

@@ -47,10 +47,12 @@ async def test_a_paused_lane_accepts_and_goes_on_where_it_stood(engine: Engine) 
     assert await engine.claim_all() == []
     await engine.backend.leases.renew(running_one)
     await engine.backend.executions.complete(running_one)
-    await rings(engine, "default")
-    await engine.backend.lanes.set_lane_state("default", "active")
-    # Resuming rings, so that nobody has to poll.
-    assert str(waiting.partition).encode() in await rings(engine, "default")
+    for state in ("active", "draining"):
+        await engine.backend.lanes.set_lane_state("default", "paused")
+        await rings(engine, "default")
+        await engine.backend.lanes.set_lane_state("default", state)
+        # Its work may start, and nobody has to poll.
+        assert str(waiting.partition).encode() in await rings(engine, "default")
     assert [claim.execution_id for claim in await engine.claim_all()] == [waiting]
 
 

@@ -28,7 +28,8 @@ _PAGES = 10
 """Pages read unless the caller asks for everything: about a second of work."""
 _NEVER = 2**63
 _SIGNALS = 50
-_STARTS_NEXT = (PublicState.WAITING, PublicState.RATE_LIMITED)
+STARTS_NEXT = (PublicState.WAITING, PublicState.RATE_LIMITED)
+"""The states of executions that would start if nothing held them back."""
 
 
 class ExecutionListing(msgspec.Struct, frozen=True):
@@ -170,7 +171,7 @@ async def read_limits(
 
     None unless it waits to start. What cannot be read is left out: `blocking_detail` names it.
     """
-    if state not in _STARTS_NEXT:
+    if state not in STARTS_NEXT:
         return ReachedLimits()
     (named,) = await backend.admission.read_candidates([execution_id])
     if isinstance(named, EngineError):

@@ -140,11 +140,13 @@ class _Pass:
         if self._now_ms is None:
             self._now_ms = await self._cycle.backend.meta.server_time_ms()
         free: list[BlockedExecution] = []
+        places: dict[str, dict[ExecutionId, int]] = {}
         for each in found:
             policy = each.quota_policy_id
             if policy is None:
                 free.append(each)
                 continue
+            places.setdefault(policy, {})[each.execution_id] = each.score
             # Those of a closed lane would keep the room from the others.
             if each.lane_closed or (each.retry_at is not None and each.retry_at > self._now_ms):
                 continue
@@ -158,6 +160,10 @@ class _Pass:
                 waiting.append(each)
                 if len(waiting) >= 2 * room + _PAGE:
                     self._waiting[policy] = nsmallest(room, waiting, key=_place)
+        for policy, noted in places.items():
+            # The weight of their lane may have changed since they were noted.
+            with self._cycle.surviving("could not update the waiting list", quota_id=policy):
+                await self._cycle.backend.quotas.move_blocked(policy, noted)
         return await self._release(tag, free, FOR_QUOTA)
 
     async def _headroom(self, policy: str) -> int | None:

@@ -61,8 +61,8 @@ class GrantSearch:
         self._request = request
         self._budgets: Budgets = {}
         self.failures: list[EngineError] = []
-        self.draining = False
-        """Whether an operator drains the worker."""
+        self.drained: set[str] = set()
+        """The namespaces with work of which the worker gets nothing, as an operator drains it."""
 
     async def take(self, lane_id: str, tag: str, _: int) -> tuple[list[ClaimGrant], bool]:
         """A grant for the first candidate that can get one, and whether to look there again."""
@@ -80,14 +80,17 @@ class GrantSearch:
             found = await self._backend.claims.scan_eligible_executions(
                 *(lane_id, tag, limit, request.capabilities, request.tasks, request.namespaces),
                 lost=True,
+                without=tuple(self.drained),
             )
             page = _CandidatePage([each for each in found if each not in tried])
-            tried.update(page.ids)
             grant = await self._first_of(page)
+            tried.update(page.ids)
             if grant is not None:
                 return [grant], page.held_back or grant.execution_id != found[-1]
             if page.closed:
                 return [], False
+            if page.drained:
+                continue
             if len(found) < limit or len(tried) >= _MOST_TRIED:
                 return [], page.held_back
             # What is left in line is reserved for others: look past it.
@@ -101,9 +104,10 @@ class GrantSearch:
                 raise
             except (ContentionError, StateError, NotFoundError) as error:
                 # Others may have granted, claimed or cancelled it since it was read.
-                if error.details in ((LANE_CLOSED,), (WORKER_DRAINING,)):
-                    self.draining |= error.details == (WORKER_DRAINING,)
-                    page.closed = error.details == (LANE_CLOSED,)
+                page.closed = error.details == (LANE_CLOSED,)
+                if error.details == (WORKER_DRAINING,):
+                    await self._leave_out(page, position)
+                    break
                 grant = None
             except EngineError as error:
                 # It stays in line, and hides nothing after it.
@@ -113,6 +117,14 @@ class GrantSearch:
             if grant is not None or page.closed:
                 return grant
         return await self._admitted(page, page.alike) if page.alike else None
+
+    async def _leave_out(self, page: "_CandidatePage", position: int) -> None:
+        """End a page at a candidate of whose namespace the worker gets nothing."""
+        page.drained = True
+        del page.ids[position + 1 :]
+        namespace = await self._backend.reads.get_execution_namespace(page.ids[position])
+        if namespace is not None:
+            self.drained.add(namespace)
 
     async def _granted(self, page: "_CandidatePage", position: int) -> ClaimGrant | None:
         """The grant; None if budgets or the quota of the execution do not admit it now."""
@@ -187,3 +199,5 @@ class _CandidatePage:
         self.held_back = False
         self.closed = False
         """Whether the lane gives nothing here, whatever waits."""
+        self.drained = False
+        """Whether it ends at a candidate that the worker does not get because it is drained."""

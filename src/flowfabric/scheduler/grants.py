@@ -149,7 +149,7 @@ class WorkerGrants:
             return grants[0]
         if search.failures:
             raise search.failures[0]
-        return WorkerDraining() if search.draining else NoWork()
+        return WorkerDraining() if search.drained else NoWork()
 
     def _start(self, instance: str) -> int:
         """Where the window of a worker begins: workers are spread out, and all windows move on."""

@@ -16,13 +16,15 @@ from flowfabric.core.text import clock, duration, plural
 from flowfabric.engine.api.places import CLOSED_STATES
 from flowfabric.engine.api.waitpoints import LastWait
 from flowfabric.engine.flow_overview import Membership
-from flowfabric.engine.overview import ExecutionDetail, ReachedLimits
+from flowfabric.engine.overview import STARTS_NEXT, ExecutionDetail, ReachedLimits
 from flowfabric.sdk.spending import PAUSED_BY_BUDGET, StoppedByBudget
 
 OPERATOR_ONLY = "__operator_only__"
 TIMEOUT_ONLY = "__timeout_only__"
 _NAMED = 3
 _HELD = ("paused_by_operator", "paused_by_policy")
+_FOR_ROUTE = "waiting_for_capable_worker"
+_FOR_WORKER = ("waiting_for_worker", _FOR_ROUTE)
 _UNSUCCESSFUL = (
     PublicState.FAILED,
     PublicState.CANCELLED,
@@ -132,12 +134,13 @@ def why_not_running(detail: ExecutionDetail) -> str:
 
 
 def _waiting(detail: ExecutionDetail, why: WhyWaiting) -> str:
-    info, own = detail.execution, _own_reason(detail, why)
-    closed = _closed_lane(info, why)
-    if not closed:
-        return own or _for_worker(info, why)
-    also = own or ("" if why.able_workers else _for_worker(info, why))
-    return f"{closed}. Also, {also}" if also else closed
+    """Everything that keeps it from starting."""
+    info, own = detail.execution, _own_reasons(detail, why)
+    lacks = info.public_state in STARTS_NEXT and not why.able_workers
+    lacking = [_for_worker(info, why)] if lacks else []
+    closed = [text] if (text := _closed_lane(info, why)) else []
+    found = [*closed, *(lacking + own if why.blocking_reason in _FOR_WORKER else own + lacking)]
+    return ". Also, ".join(found) or _for_worker(info, why)
 
 
 def _closed_lane(info: ExecutionInfo, why: WhyWaiting) -> str:
@@ -149,21 +152,23 @@ def _closed_lane(info: ExecutionInfo, why: WhyWaiting) -> str:
     return f"lane {info.lane_id} is {why.lane_state}{reason}: {resume} starts its executions"
 
 
-def _own_reason(detail: ExecutionDetail, why: WhyWaiting) -> str:
-    """What keeps it from starting besides its lane; empty if it only waits for a worker."""
+def _own_reasons(detail: ExecutionDetail, why: WhyWaiting) -> list[str]:
+    """What keeps it from starting besides its lane and its workers."""
     timed = _TIMED.get(why.blocking_reason)
     if timed is not None and why.retry_at is not None:
         due = why.retry_at <= detail.now_ms
-        return f"{timed} " + ("now" if due else f"at {future_time(why.retry_at, detail.now_ms)}")
+        return [f"{timed} " + ("now" if due else f"at {future_time(why.retry_at, detail.now_ms)}")]
     if detail.membership is not None and (held := _held_by_flow(detail.membership)):
-        return held
+        return [held]
     if why.unresolved_edges:
-        return _for_upstreams(detail, why)
-    for_worker = why.blocking_reason == "waiting_for_worker" or why.unknown_task is not None
-    limited = _for_limits(detail) if why.able_workers or not for_worker else ""
-    if limited or for_worker or why.missing_capabilities:
-        return limited
-    return _blocked(detail, why)
+        return [_for_upstreams(detail, why)]
+    limits = _for_limits(detail)
+    if why.blocking_reason in _HELD:
+        return [_blocked(detail, why), *limits]
+    able = why.able_workers and why.blocking_reason == _FOR_ROUTE
+    if limits or (why.blocking_reason in _FOR_WORKER and not able):
+        return limits
+    return [_blocked(detail, why)]
 
 
 def _blocked(detail: ExecutionDetail, why: WhyWaiting) -> str:
@@ -187,21 +192,21 @@ def _held_by_flow(place: Membership) -> str:
     return ""
 
 
-def _for_limits(detail: ExecutionDetail) -> str:
-    """Which of its budgets, or its quota, admits nothing now; empty if all admit it."""
+def _for_limits(detail: ExecutionDetail) -> list[str]:
+    """Which of its budgets, and whether its quota, admits nothing now."""
     limits, where = detail.limits, _namespace_option(detail.execution)
-    if limits.budgets:
-        return _for_budget(limits.budgets[0], where, detail.now_ms)
+    found = [_for_budget(spent, where, detail.now_ms) for spent in limits.budgets]
     full = limits.quota
     if full is None:
-        return ""
+        return found
     if full.reason == "concurrency":
         text = "every slot is taken; it starts when a running execution ends"
     else:
         why, soon = detail.why_not_running, detail.now_ms + (full.retry_after_ms or 0)
         check = future_time(max(soon, (why and why.retry_at) or 0), detail.now_ms)
         text = f"the rate limit is reached; the next check is at {check}"
-    return f"quota {full.label}: {text}. See `flowfabric quota show {quote(full.label)}{where}`"
+    show = f"`flowfabric quota show {quote(full.label)}{where}`"
+    return [*found, f"quota {full.label}: {text}. See {show}"]
 
 
 def _for_budget(spent: Exhausted, where: str, now_ms: int) -> str:
@@ -262,6 +267,10 @@ def _active(detail: ExecutionDetail, why: WhyWaiting) -> str:
         return ""
     if closed := _closed_lane(detail.execution, why):
         return f"{lost}, and {closed}"
+    if why.retry_at is not None and why.retry_at > detail.now_ms:
+        lane, at = detail.execution.lane_id, future_time(why.retry_at, detail.now_ms)
+        lost += f"; lane {lane} gives it to another worker at {at}"
+        return lost if why.able_workers else f"{lost}. Also, {_for_worker(detail.execution, why)}"
     if why.able_workers:
         return f"{lost}; the next free worker takes it over"
     return f"{lost}, and {_for_worker(detail.execution, why)}"

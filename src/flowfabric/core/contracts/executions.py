@@ -288,6 +288,7 @@ class WhyWaiting(msgspec.Struct, frozen=True, kw_only=True):
     lane_reason: str = ""
     """Why an operator put the lane into that state, if they said it."""
     retry_at: int | None = None
+    """When its delay ends, its limit is checked again, or its lane gives it to another worker."""
     missing_capabilities: tuple[str, ...] = ()
     """What the best live worker lacks; everything required if no worker is live."""
     closest_workers: tuple[str, ...] = ()

@@ -120,12 +120,13 @@ class Claims(Concern, Protocol):
         namespaces: Iterable[str] | None = None,
         *,
         lost: bool = False,
+        without: Iterable[str] = (),
     ) -> list[ExecutionId]:
         """Up to `limit` waiting executions in claim order. Reads only.
 
         With capabilities, only those that a worker with them may take, and with these tasks;
-        namespaces then take turns. With namespaces, only those of them. With `lost`, also
-        executions whose worker lost its lease.
+        namespaces then take turns. With namespaces, only those of them, and none of the namespaces
+        in `without`. With `lost`, also executions whose worker lost its lease.
         """
         ...
 

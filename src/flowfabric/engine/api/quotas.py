@@ -1,6 +1,6 @@
 """Quota policies limit how often and how many executions start."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from flowfabric.core.contracts import ListingPage
@@ -150,6 +150,10 @@ class Quotas(Concern, Protocol):
         `places`: one per execution; the lowest is let go first. By default, the one that waits
         longest is.
         """
+        ...
+
+    async def move_blocked(self, quota_policy_id: str, places: Mapping[ExecutionId, int]) -> None:
+        """Give executions new places among those that wait; leaves out those not noted there."""
         ...
 
     async def forget_blocked(

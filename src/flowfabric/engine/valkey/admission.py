@@ -265,6 +265,15 @@ class ValkeyAdmission(AdmissionControl):
         ]
         return {each.execution_id: each.retry_at or 0 for part in found for each in part}
 
+    async def change_place(
+        self, quota_policy_id: str, execution_id: ExecutionId, place: int
+    ) -> None:
+        """Put an execution in its new place in the line. If this fails, a scanner does it."""
+        try:
+            await self._quotas.move_blocked(quota_policy_id, {execution_id: place})
+        except EngineError as error:
+            log.debug("cannot move %s among those that wait: %s", execution_id, error)
+
     async def _release(self, ids: Sequence[ExecutionId], reason: str) -> int:
         """Let executions go that still wait for this reason; returns how many may start now.
 

@@ -84,6 +84,7 @@ class ValkeyBackend(ClosedOnce, Backend):
         self.quotas = self._quotas = ValkeyQuotas(calls)
         self.admission = ValkeyAdmission(calls, drains, self.budgets, self.quotas)
         leases.on_slots_renewed = self.admission.confirm_soon
+        executions.on_place_changed = self.admission.change_place
         self.claims = ValkeyClaims(calls, executions, self.admission)
         self.wakeups = ValkeyWakeups(calls)
         self.lanes = ValkeyLanes(calls, places, self.listings)

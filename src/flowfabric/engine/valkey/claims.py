@@ -134,9 +134,10 @@ class ValkeyClaims(Claims):
         namespaces: Iterable[str] | None = None,
         *,
         lost: bool = False,
+        without: Iterable[str] = (),
     ) -> list[ExecutionId]:
         return await self._scans.scan(
-            *(lane_id, tag, limit, worker_capabilities, worker_tasks, namespaces),
+            *(lane_id, tag, limit, worker_capabilities, worker_tasks, namespaces, without),
             lost=check.flag(lost, "lost"),
         )
 

@@ -29,11 +29,13 @@ class EligibleScans:
         worker_capabilities: Iterable[str] | None,
         worker_tasks: Iterable[str],
         namespaces: Iterable[str] | None,
+        without: Iterable[str],
         *,
         lost: bool,
     ) -> list[ExecutionId]:
         """See `Claims.scan_eligible_executions`."""
         spaces = None if namespaces is None else validate_namespaces(namespaces)
+        left_out = validate_namespaces(without)
         lane, tag = validate_lane(lane_id), self._calls.checked_tag(tag)
         if check.whole(limit, "limit") < 1:
             return []
@@ -46,9 +48,9 @@ class EligibleScans:
         covers = caps.Offer(offered, spaces).covers
         indexes = (keys.eligible, keys.reclaimable) if lost else (keys.eligible,)
         used = [
-            (caps.signature_parts(each)[0], index(tag, lane, each))
+            (namespace, index(tag, lane, each))
             for each in ("", *await self._calls.signatures(tag, lane))
-            if covers(each)
+            if (namespace := caps.signature_parts(each)[0]) not in left_out and covers(each)
             for index in indexes
         ]
         pages = await asyncio.gather(

@@ -1,6 +1,6 @@
 """Creating, ending, pausing and changing executions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -49,6 +49,8 @@ class ValkeyExecutions(api.Executions):
         self._places = places
         self._drains = drains
         self._keyed = KeyedCreation(calls, places.placements)
+        self.on_place_changed: Callable[[str, ExecutionId, int], Awaitable[None]] | None = None
+        """Told that one that waits for a quota policy has a new place among those that wait."""
 
     async def create_execution(self, new: NewExecution) -> executions.CreateOutcome:
         check.instance(new, NewExecution, "new")
@@ -367,12 +369,18 @@ class ValkeyExecutions(api.Executions):
         self, execution_id: ExecutionId, new_priority: int
     ) -> executions.PriorityChanged:
         args = (check.whole(new_priority, "new_priority"), new_uuid())
-        return await self._calls.ask_about(
-            *(execution_id, "ff_change_priority", args),
-            lambda reply: executions.PriorityChanged(
-                ExecutionId(execution_id), int(reply[2]), int(reply[3])
-            ),
+
+        def decode(reply: list[Any]) -> tuple[executions.PriorityChanged, str, int]:
+            old, new = int(reply[2]), int(reply[3])
+            changed = executions.PriorityChanged(ExecutionId(execution_id), old, new)
+            return changed, text(reply[4]), int(reply[5])
+
+        changed, quota_policy_id, place = await self._calls.ask_about(
+            execution_id, "ff_change_priority", args, decode
         )
+        if quota_policy_id and self.on_place_changed is not None:
+            await self.on_place_changed(quota_policy_id, changed.execution_id, place)
+        return changed
 
     async def replay_execution(
         self,

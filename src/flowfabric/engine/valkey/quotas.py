@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import random
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -372,6 +372,11 @@ class ValkeyQuotas(Quotas):
             args = [arg for pair in part for arg in pair]
             call = self._send("ff_quota_block", quota_policy_id, args, op="note_blocked")
             await _unless_missing(call)
+
+    async def move_blocked(self, quota_policy_id: str, places: Mapping[ExecutionId, int]) -> None:
+        key = keys.quota_blocked(self._tag(quota_policy_id), quota_policy_id)
+        moved = [part for each, place in places.items() for part in (place, each)]
+        await self._calls.transport.call("ZADD", key, "XX", *moved, key=key, replay_safe=True)
 
     async def forget_blocked(
         self, quota_policy_id: str, execution_ids: Sequence[ExecutionId]

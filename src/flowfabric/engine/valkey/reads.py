@@ -8,7 +8,7 @@ from flowfabric.core.contracts import executions as contracts
 from flowfabric.core.errors import NotFoundError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import NO_POLICY, ExecutionPolicy, parse_policy
-from flowfabric.core.state import BlockingReason, LifecyclePhase, PublicState
+from flowfabric.core.state import BlockingReason, LifecyclePhase, OwnershipState, PublicState
 from flowfabric.core.stored import Stored, corrupt, stored_text
 from flowfabric.engine.api import check
 from flowfabric.engine.api.events import Event
@@ -167,7 +167,7 @@ class ValkeyReads(Reads):
         tag = record.execution_id.tag
         lane_key = keys.lane(tag, record.lane_id, "config")
         context = f"lane {record.lane_id} of {tag}"
-        names = ("state", "reason")
+        names = ("state", "reason", "reclaim_grace_ms")
         row = await self._calls.read(f"{context}: config", "HMGET", lane_key, *names)
         lane = Stored.from_row(context, names, row)
         join = join_snapshot(record.execution_id, record)
@@ -192,7 +192,9 @@ class ValkeyReads(Reads):
             since=record.last_transition_at,
             lane_state=lane.text("state", "active"),
             lane_reason=lane.text("reason", ""),
-            retry_at=record.maybe_number("delay_until") or record.retry_at,
+            retry_at=record.maybe_number("delay_until")
+            or record.retry_at
+            or _reclaimed_at(record, lane.number("reclaim_grace_ms", 0)),
             missing_capabilities=() if near is None else near.missing,
             closest_workers=() if near is None else near.closest,
             live_workers=None if near is None else near.workers,
@@ -217,6 +219,14 @@ class ValkeyReads(Reads):
         if record.public_state is PublicState.SUSPENDED:
             row = await self._part(record.execution_id, keys.suspension, "HMGET", *names)
         return Stored.from_row(record.execution_id, names, row)
+
+
+def _reclaimed_at(record: Record, grace_ms: int) -> int | None:
+    """When the lane gives an execution to another worker, if it waits after a lost lease."""
+    expired = OwnershipState.LEASE_EXPIRED_RECLAIMABLE
+    if not grace_ms or record.state_vector.ownership_state is not expired:
+        return None
+    return record.number("lease_expires_at") + grace_ms
 
 
 def _serving(record: Record, fleet: Iterable[WorkerEntry]) -> list[WorkerEntry]:

@@ -19,7 +19,6 @@ from flowfabric.engine.valkey.drains import CascadeDrains
 from flowfabric.engine.valkey.places import ANYWHERE, KEPT, ValkeyPlaces, add_names
 from flowfabric.engine.valkey.workers import ValkeyWorkers
 
-_WORKERS_AT_ONCE = 200
 _LANES_SEARCHED = 100
 _LAST_TIME = 2**53 - 1
 # What one call may cover, so that it never holds the server for long.
@@ -242,15 +241,7 @@ class ValkeyUpkeep(api.Upkeep):
         return await self._workers.revoke_all(instance, drain.namespaces, "drained")
 
     async def sweep_workers(self, namespace: str) -> int:
-        def decode(reply: list[Any]) -> tuple[str, int]:
-            return text(reply[2]), int(reply[3])
-
-        cursor, swept, tag, op = "", 0, f"{{{namespace}}}", "sweep_workers"
-        while cursor != "0":
-            args = (cursor or "0", _WORKERS_AT_ONCE)
-            cursor, count = await self._calls.ask("ff_worker_sweep", tag, args, decode, op=op)
-            swept += count
-        return swept
+        return await self._workers.sweep(namespace)
 
     async def reconcile_execution_index(
         self, tag: str, ids: Iterable[str], mode: api.Mode = "repair"

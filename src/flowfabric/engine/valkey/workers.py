@@ -34,7 +34,7 @@ from flowfabric.engine.api.workers import (
     Workers,
 )
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.calls import FunctionCalls, finished
+from flowfabric.engine.valkey.calls import FunctionCalls, finished, text
 from flowfabric.engine.valkey.pages import Damage, given_cursor, reading_cursor
 from flowfabric.engine.valkey.places import ValkeyPlaces, add_names
 from flowfabric.engine.valkey.record import Record
@@ -47,6 +47,7 @@ _LAST_NAMESPACE = "\x7f"
 """Sorts after every namespace."""
 _REASON_BYTES = 256
 _FAN_OUT = 16
+_SWEPT_AT_ONCE = 200
 _MAX_PAGE = 10_000
 
 
@@ -180,6 +181,21 @@ class ValkeyWorkers(Workers):
             )
 
         return sum(await finished(_FAN_OUT, tell, range(self._calls.counts.flow)))
+
+    async def sweep(self, namespace: str) -> int:
+        """Remove processes whose registration has expired; returns how many."""
+        cursor, swept, tag = "", 0, _tag(namespace)
+        while cursor != "0":
+            cursor, count, undrained = await self._calls.ask(
+                *("ff_worker_sweep", tag, (cursor or "0", _SWEPT_AT_ONCE)),
+                lambda reply: (text(reply[2]), int(reply[3]), list(reply[4])),
+                op="sweep_workers",
+            )
+            swept += count
+            for instance, drained in zip(undrained[::2], undrained[1::2], strict=True):
+                # A process that starts with the same id is not being drained.
+                await self.refuse_claims(text(instance), _names(drained), refuse=False)
+        return swept
 
     async def list_worker_leases(
         self, worker_instance_id: str, after: str = "", limit: int = 1000

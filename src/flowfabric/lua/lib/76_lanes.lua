@@ -117,7 +117,7 @@ function lanes.copy(c, lane, version, shards, args, first)
   for i = first, #args, 2 do server.call('HSET', key, args[i], args[i + 1]) end
   c.lanes[lane] = nil
   if c:lane(lane).weight ~= weight then score_again(c, lane) end
-  if c:lane(lane).state == 'active' then waiting.ring_all(c, lane) end
+  waiting.ring_all(c, lane)
 end
 
 local function score_of(c, id)
