@@ -88,11 +88,11 @@ class ValkeyBudgets(BudgetHolds, api.Budgets):
         if not check.flag(force, "force"):
             await self._refuse_if_awaited(budget_id)
         done = await self._once("ff_budget_delete", budget_id, (), lambda reply: reply[2] == 1)
+        await self._opened(budget_id)
         while not done:
             (audit,) = await self.reconcile_budget_counters(tag, [budget_id])
             # Another call may create it again meanwhile; the rest then goes with its next reset.
             done = audit.verdict != "going"
-        await self._opened(budget_id)
         return contracts.BudgetDeleted()
 
     async def _refuse_if_awaited(self, budget_id: str) -> None:
@@ -100,10 +100,7 @@ class ValkeyBudgets(BudgetHolds, api.Budgets):
         while noted := await self.blocked(budget_id, limit=_AT_ONCE):
             waiting = await asyncio.gather(*(self._waits_for(status, each) for each in noted))
             if any(waiting):
-                first = noted[waiting.index(True)]
-                problem = (
-                    f"executions wait for it, such as {first}; pass force=True to release them"
-                )
+                problem = f"executions wait for it, such as {noted[waiting.index(True)].compact}"
                 raise ConflictError("budget_attach_conflict", problem, op="delete_budget")
             await self.forget_blocked(budget_id, noted)
 
