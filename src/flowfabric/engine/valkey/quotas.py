@@ -468,7 +468,8 @@ def _admission(word: str, admitted: Admitted, jitter_ms: int) -> Admission:
         case "already":
             return AlreadyAdmitted()
         case "rate":
-            return RateExceeded(int(number) + random.randint(0, jitter_ms))  # noqa: S311 - no secret
+            wait = int(number) + random.randint(0, jitter_ms)  # noqa: S311 - no secret
+            return RateExceeded(min(wait, check.MAX_EXACT))
         case "concurrency":
             return ConcurrencyExceeded(int(number) if number else None)
         case _:
