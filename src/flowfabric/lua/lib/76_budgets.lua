@@ -144,8 +144,11 @@ end
 -- Refuses amounts that the budget cannot count; returns the first dimension above its hard limit.
 -- `held`: what others have reserved, if that counts.
 function budgets.first_above(b, spend, limits, usage, held)
-  local above, count = nil, 0
+  local above, count, adds = nil, 0, false
   for _ in pairs(usage) do count = count + 1 end
+  for name in pairs(held or {}) do
+    if not usage[name] then count = count + 1 end
+  end
   for _, name in ipairs(spend.names) do
     local hard = limits['hard:' .. name] or NO_LIMIT
     local sum = (usage[name] or 0) + (held and held[name] or 0) + spend.deltas[name]
@@ -154,9 +157,9 @@ function budgets.first_above(b, spend, limits, usage, held)
     elseif sum > clock.END then
       reply.refuse('invalid_input', 'deltas: ' .. name .. ' would pass 2^53 - 1')
     end
-    if not usage[name] then count = count + 1 end
+    if not (usage[name] or held and held[name]) then count, adds = count + 1, true end
   end
-  if count > MAX_DIMENSIONS then
+  if adds and count > MAX_DIMENSIONS then
     reply.refuse('invalid_input', 'too_many_dimensions: limit=' .. MAX_DIMENSIONS .. ', got=' .. count)
   end
   return above
