@@ -58,6 +58,13 @@ async def test_a_budget_from_its_creation_to_its_end(cli: Cli, engine: Engine) -
     assert "budget_not_found" in gone.err
 
 
+async def test_the_advice_names_the_budget_as_the_shell_needs_it(cli: Cli) -> None:
+    create = ("budget", "create", "team pot", "--namespace", "tenant")
+    await cli(*create, "tokens=5")
+    other = await cli(*create, "tokens=6")
+    assert "flowfabric budget raise 'team pot' --namespace tenant …" in other.out
+
+
 async def test_how_long_a_budget_remembers_keys(cli: Cli) -> None:
     await cli("budget", "create", "day")
     await cli("budget", "create", "week", "--dedup-ttl", "7d")

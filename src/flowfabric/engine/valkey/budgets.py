@@ -9,7 +9,7 @@ from flowfabric.core.contracts import ListingPage
 from flowfabric.core.contracts import budgets as contracts
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import ConflictError, CorruptionError, EngineError, NotFoundError
-from flowfabric.core.ids import ExecutionId, given_name, validate_uuid
+from flowfabric.core.ids import ExecutionId, as_argument, given_name, validate_uuid
 from flowfabric.core.state import EligibilityState
 from flowfabric.core.stored import Stored
 from flowfabric.core.text import lossless
@@ -307,7 +307,7 @@ class ValkeyBudgets(BudgetHolds, api.Budgets):
             log.warning(
                 "Executions name the budget %s, which does not exist: they start without a limit. "
                 "Create it with: flowfabric budget create %s DIMENSION=LIMIT",
-                *(given_name(budget_id), given_name(budget_id)),
+                *(given_name(budget_id), as_argument(budget_id)),
                 extra={"action": "budget_missing", "budget_id": budget_id},
             )
         return None
