@@ -92,6 +92,10 @@ async def test_recurring_budgets_and_waiting_work(cli: Cli, engine: Engine) -> N
     )
     assert waiting.split()[1:3] == ["4", "executions:"]
     assert waiting.endswith("…")
+    await engine.backend.budgets.note_blocked(daily, [engine.new_id() for _ in range(996)])
+    assert "  1,000 executions: " in (await cli("budget", "show", "daily")).out
+    await engine.backend.budgets.note_blocked(daily, [engine.new_id()])
+    assert "  more than 1,000 executions: " in (await cli("budget", "show", "daily")).out
 
 
 async def test_namespaces_and_mistakes(cli: Cli, engine: Engine) -> None:

@@ -9,7 +9,7 @@ import typer
 from flowfabric.cli import options
 from flowfabric.cli.options import Deployment, Namespaced, Target, argument, flag, value
 from flowfabric.cli.session import NoDataYet, open_backend
-from flowfabric.cli.views.budgets import print_budget, print_budgets
+from flowfabric.cli.views.budgets import COUNTED, print_budget, print_budgets
 from flowfabric.cli.views.screen import print_json, print_result
 from flowfabric.core.contracts.budgets import BudgetCreated, BudgetStatus
 from flowfabric.core.ids import as_argument, budget_id
@@ -83,7 +83,7 @@ async def _show(target: Namespaced, name: Name) -> None:
     """
     async with open_backend(target) as backend:
         status = await _Budgets(backend, target).budget(name)
-        waiting = await backend.budgets.blocked(status.budget_id)
+        waiting = await backend.budgets.blocked(status.budget_id, limit=COUNTED + 1)
     if target.as_json:
         print_json(status)
     else:
