@@ -58,6 +58,13 @@ async def test_a_budget_from_its_creation_to_its_end(cli: Cli, engine: Engine) -
     assert "budget_not_found" in gone.err
 
 
+async def test_the_advice_names_the_budget_as_the_shell_needs_it(cli: Cli) -> None:
+    create = ("budget", "create", "team pot", "--namespace", "tenant")
+    await cli(*create, "tokens=5")
+    other = await cli(*create, "tokens=6")
+    assert "flowfabric budget raise 'team pot' --namespace tenant …" in other.out
+
+
 async def test_how_long_a_budget_remembers_keys(cli: Cli) -> None:
     await cli("budget", "create", "day")
     await cli("budget", "create", "week", "--dedup-ttl", "7d")
@@ -85,6 +92,10 @@ async def test_recurring_budgets_and_waiting_work(cli: Cli, engine: Engine) -> N
     )
     assert waiting.split()[1:3] == ["4", "executions:"]
     assert waiting.endswith("…")
+    await engine.backend.budgets.note_blocked(daily, [engine.new_id() for _ in range(996)])
+    assert "  1,000 executions: " in (await cli("budget", "show", "daily")).out
+    await engine.backend.budgets.note_blocked(daily, [engine.new_id()])
+    assert "  more than 1,000 executions: " in (await cli("budget", "show", "daily")).out
 
 
 async def test_namespaces_and_mistakes(cli: Cli, engine: Engine) -> None:

@@ -44,7 +44,7 @@ async def test_an_existing_quota_stays(cli: Cli) -> None:
     assert same.out == "openai  already exists; its limits were not changed\n"
     other = await cli("quota", "create", "openai", "--max-requests", "6")
     assert "exists with other limits" in other.out
-    assert "flowfabric quota update openai" in other.out
+    assert "flowfabric quota update openai …" in other.out
     (told,) = (await cli("quota", "create", "openai", "--json")).objects
     assert told == {
         "quota": "openai",
@@ -52,6 +52,13 @@ async def test_an_existing_quota_stays(cli: Cli) -> None:
         "created": False,
         "differs": True,
     }
+
+
+async def test_the_advice_names_the_quota_as_the_shell_needs_it(cli: Cli) -> None:
+    create = ("quota", "create", "open ai", "--namespace", "tenant", "--max-requests")
+    await cli(*create, "5")
+    other = await cli(*create, "6")
+    assert "flowfabric quota update 'open ai' --namespace tenant …" in other.out
 
 
 async def test_a_namespace_has_names_of_its_own(cli: Cli) -> None:

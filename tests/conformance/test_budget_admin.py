@@ -9,6 +9,7 @@ import pytest
 
 from flowfabric.core.contracts.budgets import BudgetChange, BudgetDeleted
 from flowfabric.core.errors import TransportError
+from flowfabric.core.ids import budget_id as id_of_budget
 from flowfabric.core.ids import new_uuid
 from flowfabric.core.partition import budget_partition
 from flowfabric.engine.api.events import Event
@@ -149,6 +150,13 @@ async def test_calls_of_operators_are_logged(engine: Engine, caplog: Records) ->
     assert {call["caller"] for call in calls} == {"ada"}
     assert {call["budget_id"] for call in calls[1:]} == {budget_id}
     assert calls[1]["dimensions"] == {"a": 7}
+
+
+async def test_the_advice_about_a_missing_budget_names_it(engine: Engine, caplog: Records) -> None:
+    known = id_of_budget("team pot", "acme")
+    await engine.backend.budgets.exhausted([known])
+    advice = "flowfabric budget create 'team pot' --namespace acme DIMENSION=LIMIT"
+    assert advice in caplog.text
 
 
 async def test_a_missing_budget_is_reported_once(engine: Engine, caplog: Records) -> None:

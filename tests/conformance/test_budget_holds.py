@@ -129,6 +129,22 @@ async def test_unknown_cost_counts_as_held(engine: Engine) -> None:
     assert await used(budgets, budget_id) == {"a": 14, "b": 3}
 
 
+async def test_what_is_held_counts_among_the_most_dimensions(engine: Engine) -> None:
+    budgets, handle = engine.backend.budgets, await engine.running()
+    budget_id = await new_budget(engine.backend)
+    assert await spend(budgets, budget_id, **{f"d{n}": 1 for n in range(63)}) == "ok"
+    assert await hold(budgets, handle, budget_id, "last", a=1) == "reserved"
+    await refused(budgets.reserve(handle, budget_id, {"b": 1}, "more"), "invalid_input")
+    assert await hold(budgets, handle, budget_id, "again", a=1) == "reserved"
+    # A report may take the last place meanwhile: what is held is settled all the same.
+    assert await spend(budgets, budget_id, c=1) == "ok"
+    assert await budgets.settle(budget_id, "last") == UsageOk()
+    assert await budgets.settle(budget_id, "again") == UsageOk()
+    assert (await used(budgets, budget_id))["a"] == 2
+    await refused(budgets.report_usage_admin(budget_id, {"b": 1}), "invalid_input")
+    assert await spend(budgets, budget_id, a=1) == "ok"
+
+
 async def test_what_exceeds_the_hold_counts_if_it_fits(engine: Engine) -> None:
     budgets, handle = engine.backend.budgets, await engine.running()
     budget_id = await new_budget(engine.backend, {"a": 100})

@@ -9,6 +9,8 @@ import pytest
 from flowfabric.core.contracts.quotas import QuotaExists, QuotaLimits, QuotaStatus
 from flowfabric.core.errors import ValidationError
 from flowfabric.core.ids import new_uuid, quota_id
+from flowfabric.core.state import PublicState
+from tests.support.admission import claimed, limited
 from tests.support.engine import Engine, refused, untouched
 from tests.support.quotas import SLACK, SLOT, WINDOW, admit, policy, used
 
@@ -74,6 +76,18 @@ async def test_the_largest_limits(engine: Engine) -> None:
     status = await engine.backend.quotas.get_quota_status(name)
     assert (status.window_seconds, status.max_concurrent) == (MAX, MAX)
     assert (status.window_count, status.slots_held, status.retry_after_ms) == (1, 1, 0)
+
+
+async def test_the_longest_window(engine: Engine) -> None:
+    """One that began before 1970 holds no more than its limit, and its wait can be stored."""
+    name = await policy(
+        engine, window_seconds=MAX, max_requests_per_window=1, max_concurrent=0, jitter_ms=MAX
+    )
+    first, second = await limited(engine, quota=name), await limited(engine, quota=name)
+    assert await claimed(engine) == [first]
+    waiting = await engine.backend.reads.describe_execution(second)
+    assert waiting is not None
+    assert (waiting.public_state, waiting.retry_at) == (PublicState.RATE_LIMITED, MAX)
 
 
 async def test_an_update_changes_only_what_is_given(engine: Engine) -> None:

@@ -231,6 +231,17 @@ async def test_one_pass_deletes_all_that_is_left_of_a_deleted_budget(engine: Eng
     assert await members(engine, tag, "budget_policies") == []
 
 
+async def test_what_a_dead_process_left_of_a_deleted_budget_goes(engine: Engine) -> None:
+    budgets, budget_id = engine.backend.budgets, await new_budget(engine.backend)
+    await budgets.note_blocked(budget_id, [await engine.create()])
+    tag = tag_of(engine, budget_id)
+    # It died before it let go of those that waited.
+    await engine.backend.calls.fcall("ff_budget_delete", tag, (budget_id, new_uuid()), op="test")
+    assert await idle(engine).scan_once("budget_reconciler") == ScanResult(processed=1)
+    assert await budgets.blocked(budget_id) == []
+    assert await members(engine, tag, "budget_policies") == []
+
+
 class Impatient(Cycle):
     """A cycle that is out of time after some checks of the clock."""
 

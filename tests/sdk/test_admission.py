@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flowfabric.core.contracts.budgets import BudgetChange
 from flowfabric.core.contracts.flows import FlowGraph, GraphEdge, GraphNode, Submitted
 from flowfabric.core.contracts.leases import Claim
 from flowfabric.core.errors import CorruptionError
@@ -105,6 +106,21 @@ async def test_an_exhausted_budget_holds_work_back(engine: Engine) -> None:
     assert await blocking(engine, held) == ("rate_limited", "waiting_for_budget", detail)
     await engine.backend.budgets.reset_budget(spent)
     assert await claimed(engine) == [held]
+
+
+@pytest.mark.parametrize("how", ["raise", "warn", "delete"])
+async def test_whatever_opens_a_budget_lets_work_go_at_once(engine: Engine, how: str) -> None:
+    budgets, spent = engine.backend.budgets, await budget(engine, 10, spent=10)
+    ids = sorted([await limited(engine, spent) for _ in range(3)])
+    assert await claimed(engine) == []
+    if how == "raise":
+        await budgets.update_budget_limits(spent, BudgetChange(hard_limits={"tokens": 11}))
+    elif how == "warn":
+        await budgets.update_budget_limits(spent, BudgetChange(enforcement_mode="warn"))
+    else:
+        await refused(budgets.delete_budget(spent), "budget_attach_conflict")
+        await budgets.delete_budget(spent, force=True)
+    assert sorted(await claimed(engine)) == ids
 
 
 async def test_a_full_window_holds_work_back_until_it_moves_on(engine: Engine) -> None:

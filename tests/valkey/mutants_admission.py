@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.conformance import test_blocking, test_flow_blocking
 from tests.sdk import test_admission, test_grant_admission
 from tests.valkey import test_admission_crashes as crashes
+from tests.valkey import test_admission_notes as notes
 from tests.valkey import test_blocking as stored
 from tests.valkey import test_slot_runs as runs
 from tests.valkey.mutants import Scenario
@@ -150,6 +151,13 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "if not rec.quota_policy_id then return expires end",
         "if true then return expires end",
         runs.test_a_renewal_confirms_the_slot,
+    ),
+    (
+        "who ends while it waits is forgotten",
+        ENDING,
+        "    admission.forget_waiting(c, id, rec)\n",
+        "",
+        lambda e: notes.test_who_ends_while_it_waits_is_forgotten(e, "cancel"),
     ),
     (
         "a cancelled grantee frees its slot",

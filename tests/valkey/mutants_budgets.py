@@ -56,9 +56,23 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "the most dimensions",
         BUDGETS,
-        "if count > MAX_DIMENSIONS then",
+        "if adds and count > MAX_DIMENSIONS then",
         "if false then",
         usage.test_the_most_dimensions,
+    ),
+    (
+        "what is held is settled although the dimensions are full",
+        BUDGETS,
+        "if adds and count > MAX_DIMENSIONS then",
+        "if count > MAX_DIMENSIONS then",
+        holds.test_what_is_held_counts_among_the_most_dimensions,
+    ),
+    (
+        "held dimensions count among the most",
+        BUDGETS,
+        "if not usage[name] then count = count + 1 end",
+        "",
+        holds.test_what_is_held_counts_among_the_most_dimensions,
     ),
     (
         "a key counts once",

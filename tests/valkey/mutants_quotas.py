@@ -247,9 +247,16 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "the window of 0",
         QUOTA,
-        "q.window_ms = seconds > 0 and seconds * 1000 or DEFAULT_WINDOW_MS",
-        "q.window_ms = seconds * 1000",
+        "seconds > 0 and math.min(seconds * 1000, clock.END) or DEFAULT_WINDOW_MS",
+        "math.min(seconds * 1000, clock.END)",
         frozen(admission.test_a_window_of_0_is_a_minute),
+    ),
+    (
+        "a window that began before 1970",
+        QUOTA,
+        "q.edge = math.max(0, q.now - q.window_ms)",
+        "q.edge = q.now - q.window_ms",
+        policies.test_the_longest_window,
     ),
     (
         "limits that cannot be read",

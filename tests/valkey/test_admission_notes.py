@@ -12,6 +12,7 @@ from flowfabric.core.state import PublicState
 from flowfabric.engine.api.admission import FOR_BUDGET, Block
 from tests.support.admission import budget, claimed, limited, quota, slots
 from tests.support.engine import Engine, refused
+from tests.support.flows import without_followups
 from tests.support.scanning import idle
 
 
@@ -107,3 +108,35 @@ async def test_who_was_blocked_but_not_noted_is_noted_by_the_scanner(engine: Eng
     await refused(budgets.delete_budget(budget_id), "budget_attach_conflict")
     await budgets.reset_budget(budget_id)
     assert await state(engine, waiting) is PublicState.WAITING
+
+
+@pytest.mark.parametrize("how", ["cancel", "expire"])
+async def test_who_ends_while_it_waits_is_forgotten(engine: Engine, how: str) -> None:
+    """Even if the process that ended it died before it told the budget and the policy."""
+    await without_followups(engine)
+    backend, spent, open_one = (
+        engine.backend,
+        await budget(engine, 1, spent=1),
+        await budget(engine),
+    )
+    full = await quota(engine, rate=1)
+    late = await engine.now() + 5000
+    waiting = [await limited(engine, open_one, spent, execution_deadline_at=late)]
+    waiting += [await limited(engine, quota=full, execution_deadline_at=late) for _ in range(2)]
+    (running,) = await claimed(engine)
+    waiting.remove(running)
+    noted = [*await backend.budgets.blocked(spent), *(await backend.quotas.blocked(full)).entries]
+    assert sorted(noted) == sorted(waiting)
+    if how == "expire":
+        await engine.advance(6000)
+        await idle(engine).scan_once("execution_deadline")
+    else:
+        for each in waiting:
+            await backend.executions.cancel_execution(each)
+    assert {await state(engine, each) for each in waiting} <= {
+        PublicState.CANCELLED,
+        PublicState.EXPIRED,
+    }
+    assert (await idle(engine).scan_once("unblock")).errors == 0
+    assert await backend.budgets.blocked(spent) == []
+    assert (await backend.quotas.blocked(full)).entries == ()

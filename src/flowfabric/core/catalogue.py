@@ -119,7 +119,7 @@ execution_already_in_flow T The execution is already a member.
 flow_submission_conflict T This flow id was submitted with other content; use a new id.
 waitpoint_already_exists I Use the existing waitpoint.
 rotation_conflict T This key id holds another secret; rotate with a new key id.
-budget_attach_conflict T Detach the budget from live executions first.
+budget_attach_conflict T Raise its limit, or force the deletion: the executions can then start.
 active_attempt_exists B Report this: an attempt is running outside a lease.
 idempotency_conflict T This key was used for another request; use a new key.
 duplicate_signal I The signal was delivered before.

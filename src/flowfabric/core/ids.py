@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from hashlib import sha1, sha256
+from shlex import quote
 from typing import Self, TypeGuard, cast
 from unicodedata import category
 
@@ -422,11 +423,11 @@ def named_uuid(kind: str, name: str, namespace: str = "default") -> str:
         raise invalid_input(kind, "must be printable")
     found = derived_uuid(_URLS, f"flowfabric:{namespace}/{kind}/{name}")
     if len(_names) < _NAMES_KEPT:
-        _names[found] = name
+        _names[found] = name, namespace
     return found
 
 
-_names: dict[str, str] = {}
+_names: dict[str, tuple[str, str]] = {}
 _NAMES_KEPT = 10_000
 
 
@@ -436,7 +437,13 @@ def given_name(uuid: str) -> str:
     >>> given_name(quota_id("openai"))
     'openai'
     """
-    return _names.get(uuid, uuid)
+    return _names.get(uuid, (uuid, ""))[0]
+
+
+def as_argument(uuid: str) -> str:
+    """How a command names what `given_name` names, in its namespace."""
+    name, namespace = _names.get(uuid, (uuid, "default"))
+    return quote(name) + (f" --namespace {quote(namespace)}" if namespace != "default" else "")
 
 
 def budget_id(name: str, namespace: str = "default") -> str:

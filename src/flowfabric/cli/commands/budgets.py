@@ -9,10 +9,10 @@ import typer
 from flowfabric.cli import options
 from flowfabric.cli.options import Deployment, Namespaced, Target, argument, flag, value
 from flowfabric.cli.session import NoDataYet, open_backend
-from flowfabric.cli.views.budgets import print_budget, print_budgets
+from flowfabric.cli.views.budgets import COUNTED, print_budget, print_budgets
 from flowfabric.cli.views.screen import print_json, print_result
 from flowfabric.core.contracts.budgets import BudgetCreated, BudgetStatus
-from flowfabric.core.ids import budget_id
+from flowfabric.core.ids import as_argument, budget_id
 from flowfabric.core.text import iso
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.paging import read_every
@@ -83,7 +83,7 @@ async def _show(target: Namespaced, name: Name) -> None:
     """
     async with open_backend(target) as backend:
         status = await _Budgets(backend, target).budget(name)
-        waiting = await backend.budgets.blocked(status.budget_id)
+        waiting = await backend.budgets.blocked(status.budget_id, limit=COUNTED + 1)
     if target.as_json:
         print_json(status)
     else:
@@ -131,7 +131,8 @@ async def _create(
         fields["differs"] = made.differs
         text = "exists"
         if made.differs:
-            text += f" with other settings. Change limits with: flowfabric budget raise {name} …"
+            change = f"flowfabric budget raise {as_argument(made.budget_id)} …"
+            text += f" with other settings. Change limits with: {change}"
     print_result(fields, f"{name}  ", text, as_json=target.as_json)
 
 

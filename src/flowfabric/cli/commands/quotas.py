@@ -9,7 +9,7 @@ from flowfabric.cli.options import Deployment, Namespaced, Target, value
 from flowfabric.cli.session import NoDataYet, open_backend
 from flowfabric.cli.views.screen import Cell, Row, Screen, print_json, print_result
 from flowfabric.core.contracts.quotas import QuotaCreated, QuotaLimits, QuotaStatus
-from flowfabric.core.ids import quota_id
+from flowfabric.core.ids import as_argument, quota_id
 from flowfabric.core.text import clock, duration
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.paging import read_every
@@ -121,7 +121,8 @@ async def _create(
     created = isinstance(outcome, QuotaCreated)
     told = "created" if created else "already exists; its limits were not changed"
     if not created and outcome.differs:
-        told = f"exists with other limits. Change them with: flowfabric quota update {quota} …"
+        change = f"flowfabric quota update {as_argument(outcome.quota_policy_id)} …"
+        told = f"exists with other limits. Change them with: {change}"
     fields = {
         "quota": quota,
         "quota_policy_id": outcome.quota_policy_id,

@@ -7,6 +7,8 @@ from flowfabric.core.contracts.budgets import BudgetStatus
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.text import iso, plural
 
+COUNTED = 1000
+"""How many waiting executions are counted."""
 _MAX_SHOWN = 3
 
 
@@ -81,7 +83,10 @@ def print_budget(status: BudgetStatus, waiting: Sequence[ExecutionId]) -> None:
     if waiting:
         names = ", ".join(each.compact for each in waiting[:_MAX_SHOWN])
         more = ", …" if len(waiting) > _MAX_SHOWN else ""
-        facts.append(("waiting", f"{plural(len(waiting), 'execution')}: {names}{more}"))
+        many = plural(min(len(waiting), COUNTED), "execution")
+        if len(waiting) > COUNTED:
+            many = f"more than {many}"
+        facts.append(("waiting", f"{many}: {names}{more}"))
     screen.facts(facts)
     if not _dimensions(status):
         return

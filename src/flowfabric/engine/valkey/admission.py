@@ -195,10 +195,11 @@ class ValkeyAdmission(AdmissionControl):
 
     async def open_budget(self, budget_id: str) -> int:
         released = 0
-        while (await self._budgets.exhausted([budget_id]))[budget_id] is None:
-            page = await self._budgets.blocked(budget_id, limit=_PAGE)
+        while page := await self._budgets.blocked(budget_id, limit=_PAGE):
+            if (await self._budgets.exhausted([budget_id]))[budget_id] is not None:
+                break
             # Before the release: whoever holds one of them back again afterwards notes it anew.
-            if not page or not await self._budgets.forget_blocked(budget_id, page):
+            if not await self._budgets.forget_blocked(budget_id, page):
                 break
             released += await self._release(page, FOR_BUDGET)
         return released

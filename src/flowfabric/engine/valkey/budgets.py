@@ -9,7 +9,7 @@ from flowfabric.core.contracts import ListingPage
 from flowfabric.core.contracts import budgets as contracts
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import ConflictError, CorruptionError, EngineError, NotFoundError
-from flowfabric.core.ids import ExecutionId, given_name, validate_uuid
+from flowfabric.core.ids import ExecutionId, as_argument, given_name, validate_uuid
 from flowfabric.core.state import EligibilityState
 from flowfabric.core.stored import Stored
 from flowfabric.core.text import lossless
@@ -88,11 +88,11 @@ class ValkeyBudgets(BudgetHolds, api.Budgets):
         if not check.flag(force, "force"):
             await self._refuse_if_awaited(budget_id)
         done = await self._once("ff_budget_delete", budget_id, (), lambda reply: reply[2] == 1)
+        await self._opened(budget_id)
         while not done:
             (audit,) = await self.reconcile_budget_counters(tag, [budget_id])
             # Another call may create it again meanwhile; the rest then goes with its next reset.
             done = audit.verdict != "going"
-        await self._opened(budget_id)
         return contracts.BudgetDeleted()
 
     async def _refuse_if_awaited(self, budget_id: str) -> None:
@@ -100,10 +100,7 @@ class ValkeyBudgets(BudgetHolds, api.Budgets):
         while noted := await self.blocked(budget_id, limit=_AT_ONCE):
             waiting = await asyncio.gather(*(self._waits_for(status, each) for each in noted))
             if any(waiting):
-                first = noted[waiting.index(True)]
-                problem = (
-                    f"executions wait for it, such as {first}; pass force=True to release them"
-                )
+                problem = f"executions wait for it, such as {noted[waiting.index(True)].compact}"
                 raise ConflictError("budget_attach_conflict", problem, op="delete_budget")
             await self.forget_blocked(budget_id, noted)
 
@@ -310,7 +307,7 @@ class ValkeyBudgets(BudgetHolds, api.Budgets):
             log.warning(
                 "Executions name the budget %s, which does not exist: they start without a limit. "
                 "Create it with: flowfabric budget create %s DIMENSION=LIMIT",
-                *(given_name(budget_id), given_name(budget_id)),
+                *(given_name(budget_id), as_argument(budget_id)),
                 extra={"action": "budget_missing", "budget_id": budget_id},
             )
         return None

@@ -26,7 +26,14 @@ from flowfabric.core.contracts.quotas import (
 )
 from flowfabric.core.errors import CorruptionError, EngineError, NotFoundError, ValidationError
 from flowfabric.core.forks import forget_on_fork
-from flowfabric.core.ids import ExecutionId, given_name, is_uuid, validate_text, validate_uuid
+from flowfabric.core.ids import (
+    ExecutionId,
+    as_argument,
+    given_name,
+    is_uuid,
+    validate_text,
+    validate_uuid,
+)
 from flowfabric.core.partition import quota_partition
 from flowfabric.core.stored import Stored, corrupt
 from flowfabric.core.text import lossless, shown
@@ -256,7 +263,7 @@ class ValkeyQuotas(Quotas):
         log.warning(
             "Executions name the quota %s, which does not exist: they start without a limit. "
             "Create it with: flowfabric quota create %s --max-requests N",
-            *(given_name(quota_policy_id), given_name(quota_policy_id)),
+            *(given_name(quota_policy_id), as_argument(quota_policy_id)),
             extra={"action": "quota_missing", "quota_id": quota_policy_id},
         )
 
@@ -473,7 +480,8 @@ def _admission(word: str, admitted: Admitted, jitter_ms: int) -> Admission:
         case "already":
             return AlreadyAdmitted()
         case "rate":
-            return RateExceeded(int(number) + random.randint(0, jitter_ms))  # noqa: S311 - no secret
+            wait = int(number) + random.randint(0, jitter_ms)  # noqa: S311 - no secret
+            return RateExceeded(min(wait, check.MAX_EXACT))
         case "concurrency":
             return ConcurrencyExceeded(int(number) if number else None)
         case _:

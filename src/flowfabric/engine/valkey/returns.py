@@ -19,17 +19,18 @@ from flowfabric.engine.valkey.calls import FunctionCalls, at_once
 log = logging.getLogger(__name__)
 _PAGE = 256
 _AT_ONCE = 16
-_SLOT, _HOLD = "q", "b"
+_HOLD, _KINDS = "b", ("q", "b", "nq", "nb")
 
 
 class _Return(NamedTuple):
-    """The slot of a run (`q`), or what the leases up to an epoch held of a budget (`b`)."""
+    """The slot of a run (`q`), what the leases up to an epoch held of a budget (`b`), or the note
+    at a quota (`nq`) or budget (`nb`) that an execution waits for it."""
 
     entry: str
     kind: str
     limit_id: str
     number: int
-    """The number of the run, or the epoch."""
+    """The number of the run, or the epoch; 0 for a note."""
     execution_id: ExecutionId
 
 
@@ -64,26 +65,27 @@ class Returns:
 
     async def _send(self, returns: Sequence[_Return]) -> list[str]:
         """Give back; returns the entries that could not be delivered."""
-        slots: dict[str, list[_Return]] = {}
+        together: dict[tuple[str, str], list[_Return]] = {}
         for each in returns:
-            if each.kind == _SLOT:
-                slots.setdefault(each.limit_id, []).append(each)
-        calls: list[Sequence[_Return]] = list(slots.values())
-        calls += ([each] for each in returns if each.kind != _SLOT)
+            if each.kind != _HOLD:
+                together.setdefault((each.kind, each.limit_id), []).append(each)
+        calls: list[Sequence[_Return]] = list(together.values())
+        calls += ([each] for each in returns if each.kind == _HOLD)
 
         async def send(group: Sequence[_Return]) -> list[str]:
-            first = group[0]
+            first, ids = group[0], [each.execution_id for each in group]
+            limit_id = first.limit_id
             try:
-                if first.kind == _SLOT:
-                    await self._quotas.release_many(
-                        first.limit_id,
-                        [each.execution_id for each in group],
-                        runs=[each.number for each in group],
-                    )
-                else:
-                    await self._budgets.return_holds(
-                        first.limit_id, first.execution_id, first.number
-                    )
+                match first.kind:
+                    case "q":
+                        runs = [each.number for each in group]
+                        await self._quotas.release_many(limit_id, ids, runs=runs)
+                    case "nq":
+                        await self._quotas.forget_blocked(limit_id, ids)
+                    case "nb":
+                        await self._budgets.forget_blocked(limit_id, ids)
+                    case _:
+                        await self._budgets.return_holds(limit_id, ids[0], first.number)
             except EngineError as error:
                 level = logging.DEBUG if isinstance(error, TransportError) else logging.WARNING
                 log.log(
@@ -98,7 +100,7 @@ class Returns:
 
 def _parsed(tag: str, entry: str) -> _Return | None:
     kind, limit_id, number, member = (*entry.split("|", 3), "", "", "")[:4]
-    if kind not in (_SLOT, _HOLD) or not is_uuid(limit_id) or not is_execution_id(member, tag):
+    if kind not in _KINDS or not is_uuid(limit_id) or not is_execution_id(member, tag):
         return None
     if not (number.isascii() and number.isdecimal()):
         return None

@@ -39,8 +39,8 @@ function quota.read(tag, id, now)
   for i, name in ipairs(quota.FIELDS) do q.limits[i] = whole(id, stored, name) end
   local seconds
   seconds, q.rate, q.cap, q.jitter = unpack(q.limits)
-  q.window_ms = seconds > 0 and seconds * 1000 or DEFAULT_WINDOW_MS
-  q.edge = q.now - q.window_ms
+  q.window_ms = seconds > 0 and math.min(seconds * 1000, clock.END) or DEFAULT_WINDOW_MS
+  q.edge = math.max(0, q.now - q.window_ms)
   q.window, q.guards = K.quota_window(tag, id), K.quota_guards(tag, id)
   q.slots = K.quota_slots(tag, id)
   return q

@@ -82,7 +82,8 @@ local function answer_once(tag, id, request, handle, args)
   return answer
 end
 
-local function guarded(id, ...)
+-- What `handle(...)` answers about a budget; `corruption` if its keys cannot be read.
+function budgets.guarded(id, ...)
   local ok, answer = try(...)
   if ok then return answer end
   local named = string.sub(answer, 1, #id + 2) == id .. ': '
@@ -94,7 +95,7 @@ end
 -- return that it has stored the answer itself.
 function budgets.register_once(name, handle, flags)
   register(name, function(keys, args)
-    return guarded(args[1], answer_once, keys[1], args[1], args[2], handle, args)
+    return budgets.guarded(args[1], answer_once, keys[1], args[1], args[2], handle, args)
   end, flags)
 end
 
@@ -111,7 +112,7 @@ end
 -- one that is gone answers `nothing`.
 function budgets.register_step(name, nothing, handle, flags)
   register(name, function(keys, args)
-    return guarded(args[1], function()
+    return budgets.guarded(args[1], function()
       local b = budgets.read(keys[1], args[1])
       return b and handle(b, args) or reply.ok(nothing)
     end)
@@ -143,8 +144,11 @@ end
 -- Refuses amounts that the budget cannot count; returns the first dimension above its hard limit.
 -- `held`: what others have reserved, if that counts.
 function budgets.first_above(spend, limits, usage, held)
-  local above, count = nil, 0
+  local above, count, adds = nil, 0, false
   for _ in pairs(usage) do count = count + 1 end
+  for name in pairs(held or {}) do
+    if not usage[name] then count = count + 1 end
+  end
   for _, name in ipairs(spend.names) do
     local hard = limits['hard:' .. name] or NO_LIMIT
     local sum = (usage[name] or 0) + (held and held[name] or 0) + spend.deltas[name]
@@ -153,9 +157,9 @@ function budgets.first_above(spend, limits, usage, held)
     elseif sum > clock.END then
       reply.refuse('invalid_input', 'deltas: ' .. name .. ' would pass 2^53 - 1')
     end
-    if not usage[name] then count = count + 1 end
+    if not (usage[name] or held and held[name]) then count, adds = count + 1, true end
   end
-  if count > MAX_DIMENSIONS then
+  if adds and count > MAX_DIMENSIONS then
     reply.refuse('invalid_input', 'too_many_dimensions: limit=' .. MAX_DIMENSIONS .. ', got=' .. count)
   end
   return above
@@ -233,9 +237,10 @@ function budgets.exhausted(b)
   return first and { first, usage[first] or 0, limits['hard:' .. first] }
 end
 
--- Deletes ledgers of a budget that is gone, some per call; whether none is left.
+-- Deletes what is left of a budget that is gone, some ledgers per call; whether none is left.
 local LEDGERS_AT_ONCE = 500
 function budgets.purge(tag, id)
+  server.call('UNLINK', K.budget_part(tag, id, 'blocked'))
   local index = K.budget_part(tag, id, 'by_exec:index')
   local ids = server.call('ZRANGE', index, 0, LEDGERS_AT_ONCE - 1)
   for _, execution_id in ipairs(ids) do server.call('UNLINK', K.ledger(tag, id, execution_id)) end

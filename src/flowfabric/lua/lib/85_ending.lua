@@ -47,6 +47,7 @@ function ending.finish(c, id, rec, how)
     if rec.grant_expires_at and rec.quota_policy_id then
       admission.give_back_slot(c, id, rec, admission.run(rec) + 1)
     end
+    admission.forget_waiting(c, id, rec)
     waiting.leave(c, id, rec)
     if rec.attempt and S.between_attempts(rec.state) then
       record.set(c, id, rec, 'between_attempts', '1')

@@ -65,8 +65,8 @@ end
 
 -- Budgets and quotas are on other partitions: the scheduler asks them before it claims, and what runs
 -- leave behind for them is owed here until it is delivered (`returns`, by time). An entry is
--- `q|<policy>|<run>|<execution>` for the slot of this run, or `b|<budget>|<epoch>|<execution>` for
--- what the leases up to this epoch hold.
+-- `q|<policy>|<run>|<execution>` for the slot of this run, `b|<budget>|<epoch>|<execution>` for what
+-- the leases up to this epoch hold, or `nq` and `nb` (with 0) for the note there that it waits.
 local MAX_BUDGETS = 16
 local UUID = '^%x%x%x%x%x%x%x%x%-%x%x%x%x%-%x%x%x%x%-%x%x%x%x%-%x%x%x%x%x%x%x%x%x%x%x%x$'
 
@@ -140,6 +140,17 @@ function admission.give_back(c, id, rec, stays)
   end
   if rec.quota_policy_id and not stays then
     admission.give_back_slot(c, id, rec, admission.run(rec))
+  end
+end
+
+-- Has the limits that a blocked execution waits for forget it, because it ends.
+function admission.forget_waiting(c, id, rec)
+  if not S.is_blocked(rec.state) then return end
+  local cause = S.blocking(rec.state)
+  if cause == 'u' then
+    for budget in string.gmatch(rec.budget_ids or '', '[^,]+') do owe(c, 'nb|' .. budget .. '|0|' .. id) end
+  elseif cause == 'q' and rec.quota_policy_id then
+    owe(c, 'nq|' .. rec.quota_policy_id .. '|0|' .. id)
   end
 end
 
