@@ -120,6 +120,7 @@ BROKEN = {
     "two lengths": b"POST /v1/flows HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nab",
     "a length and chunks": b"POST /v1/flows HTTP/1.1\r\ncontent-length: 5\r\n"
     b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    "a tunnel": b"CONNECT flowfabric:80 HTTP/1.1\r\nhost: flowfabric:80\r\n\r\n",
     "broken chunks": b"POST /v1/flows HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n\r\n",
     "a huge chunk": b"POST /v1/flows HTTP/1.1\r\ncontent-type: application/json\r\n"
     b"transfer-encoding: chunked\r\n\r\nffffffffff\r\n{",
@@ -217,6 +218,69 @@ async def test_a_head_that_does_not_end_is_given_up(
         with suppress(ConnectionError):
             assert await reader.read() == b""
         assert (await http.get("/livez")).status == 200
+
+
+CHUNKED = b"HTTP/1.1\r\nhost: t\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+
+
+@pytest.mark.parametrize("trailers", [b"x: " + b"a" * 400_000, b"x: aaaa\r\n" * 50_000])
+@pytest.mark.parametrize(("path", "statuses"), [(PATH, [431]), ("/nope", [404])])
+async def test_trailers_of_a_body_are_bounded_like_its_head(
+    http: Http, trailers: bytes, path: str, statuses: list[int]
+) -> None:
+    async with connected(http) as (reader, writer):
+        writer.write(b"POST %s %s" % (path.encode(), CHUNKED))
+        if path != PATH:
+            # What is answered before the end of the body gets no second answer.
+            status, headers = await read_head(reader)
+            await reader.readexactly(int(headers["content-length"]))
+            assert [status] == statuses
+        with suppress(ConnectionError):
+            for first in range(0, len(trailers), 50_000):
+                writer.write(trailers[first : first + 50_000])
+                await writer.drain()
+                await asyncio.sleep(0)
+            rest = await reader.read()
+            assert [int(each[:3]) for each in rest.split(b"HTTP/1.1 ")[1:]] == (
+                statuses if path == PATH else []
+            )
+        assert await is_closed(reader)
+    assert (await http.get("/livez")).status == 200
+
+
+async def test_short_trailers_are_ignored(http: Http) -> None:
+    async with connected(http) as (reader, writer):
+        for _ in range(3):
+            writer.write(b"POST /nope %sx: y\r\n\r\n" % CHUNKED)
+            status, headers = await read_head(reader)
+            await reader.readexactly(int(headers["content-length"]))
+            assert status == 404
+
+
+async def test_a_request_that_may_upgrade_is_served_with_its_body(http: Http) -> None:
+    """As Java's client and `curl --http2` send each request without TLS."""
+    body = b'{"namespace":"default","execution_kind":"k"}'
+    upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AA\r\n"
+    head = b"%s HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\n"
+    create = head % b"POST /v1/executions" + b"content-length: %d\r\n" % len(body)
+    read = head % b"GET /livez" + upgrade + b"\r\n"
+    async with connected(http) as (reader, writer):
+        for parts in (
+            [create + upgrade + b"\r\n" + body],
+            [create + upgrade + b"\r\n", body],
+            [create, upgrade + b"\r\n" + body[:9], body[9:]],
+            [read + create + upgrade + b"\r\n" + body],
+        ):
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+                await asyncio.sleep(0)
+            statuses: list[int] = []
+            while not statuses or statuses[-1] != 201:
+                status, headers = await read_head(reader)
+                await reader.readexactly(int(headers["content-length"]))
+                statuses.append(status)
+            assert statuses in ([201], [200, 201])
 
 
 async def test_a_connection_whose_body_is_late_makes_room_for_others(

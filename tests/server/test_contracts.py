@@ -171,6 +171,7 @@ async def test_claims_and_reclaims(http: Http, engine: Engine) -> None:
     claim = {"lane_id": "default", "worker_instance_id": "w-1", "grant_ttl_ms": 1000}
     empty = await http.post("/v1/workers/w/claim", claim)
     assert (empty.status, empty.body) == (204, b"")
+    assert "content-length" not in empty.headers
     execution_id = await engine.create()
     grant = {
         "execution_id": "<execution>",

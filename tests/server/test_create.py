@@ -153,6 +153,16 @@ POLICIES: list[tuple[Any, int, str]] = [
         422,
         "policy.fallback_policy.tiers[0].provider: missing",
     ),
+    (
+        {"routing_requirements": {"required_capabilities": ["gpu", None]}},
+        422,
+        "policy.routing_requirements.required_capabilities[1]: must be text",
+    ),
+    (
+        {"routing_requirements": {"required_capabilities": "gpu"}},
+        422,
+        "policy.routing_requirements.required_capabilities: must be an array",
+    ),
 ]
 
 

@@ -152,6 +152,24 @@ async def test_signals_are_events(http: Http, engine: Engine) -> None:
         assert (signal.name, signal.data["signal_name"]) == ("signal", "go")
 
 
+async def test_what_a_signal_changes_is_shown_at_once(
+    serve: Serving, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.server.routes.events.TICK_S", 60.0)
+    waits = await Waits.open(engine)
+    parked = await waits.park()
+    path = f"/v1/executions/{parked.handle.execution_id}/events"
+    async with serve() as http, follow(http, path) as source:
+        await source.next()
+        await waits.send(parked)
+        signal, resumed = await source.next(), await source.next()
+        assert signal is not None
+        assert resumed is not None
+        assert signal.data["effect"] == "resume_condition_satisfied"
+        assert (resumed.name, resumed.data["public_state"]) == ("state", "waiting")
+        assert resumed.data["entry"] is None
+
+
 async def test_output_is_followed_frame_by_frame(http: Http, engine: Engine) -> None:
     handle = await engine.running()
     await append(engine, handle, "one")

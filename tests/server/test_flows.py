@@ -233,6 +233,8 @@ async def test_flows_are_listed_filtered_tagged_and_deleted(http: Http) -> None:
     for query in ("tag=app.a:1", "namespace=default&status=active"):
         (row,) = (await http.get(f"/v1/flows?{query}")).json["flows"]
         assert row["flow_id"] == flow_id
+    both = await http.get("/v1/flows?tag=app.a:2&tag=app.a:1")
+    assert both.json == {"flows": [], "next_cursor": None}
     assert (await http.get("/v1/flows?status=nope")).kind == (400, "invalid_input")
     tagged = await http.put(f"/v1/flows/{flow_id}/tags", {"app.b": "2"})
     assert tagged.json == {"Ok": {"count": 1}}

@@ -28,6 +28,18 @@ def refs(value: Any) -> set[str]:
     return set()
 
 
+def parts(made: dict[str, Any], value: Any) -> set[str]:
+    """The names of the schemas that a part of the document is made of."""
+    found: set[str] = set()
+    todo = [value]
+    while todo:
+        for ref in refs(todo.pop()) - found:
+            kind, name = ref.split("/")[2:]
+            found.add(ref)
+            todo.append(made["components"][kind][name])
+    return {ref.rpartition("/")[2] for ref in found if "/schemas/" in ref}
+
+
 def test_every_route_is_described_once() -> None:
     made = document(all_routes())
     described = {
@@ -64,6 +76,46 @@ def test_the_body_of_create_is_the_struct_that_validates() -> None:
     schema = made["components"]["schemas"][name]
     assert schema["required"] == ["namespace", "execution_kind"]
     assert schema["properties"]["priority"]["anyOf"][0]["minimum"] == -(2**31)
+
+
+def test_answers_promise_each_field_that_is_always_there() -> None:
+    made = document(all_routes())
+    schemas = made["components"]["schemas"]
+    asked = {
+        name
+        for path in made["paths"].values()
+        for each in path.values()
+        for name in parts(made, each.get("requestBody", {}))
+    }
+    answered = {
+        name
+        for path in made["paths"].values()
+        for each in path.values()
+        for name in parts(made, each["responses"])
+    }
+    assert not asked & answered
+    assert {"CreateExecution", "ExecutionPolicy"} <= asked
+    optional = {
+        name: set(schemas[name]["properties"]) - set(schemas[name]["required"])
+        for name in answered
+        if "properties" in schemas[name]
+    }
+    assert {name: fields for name, fields in optional.items() if fields} == {
+        "ExecutionAnswer": {"started_at", "completed_at"},
+        "FramePage": {"closed_at", "closed_reason", "truncated"},
+        "ReclaimAnswer": {
+            *("partition_key", "grant_key", "expires_at_ms", "lane_id"),
+            *("detail", "reclaim_count"),
+        },
+        "RemoteCompleted": {"claims", "draining", "unknown_tasks", "waited_ms", "claim_error"},
+        "Error": {
+            *("detail", "details", "ambiguous", "retry_after_ms", "limit_bytes", "route"),
+            *("rotation_id", "status", "failing"),
+        },
+    }
+    refusals = made["components"]["responses"]
+    assert refs(refusals["401"]) == {"#/components/schemas/Unauthorized"}
+    assert refs(refusals["409"]) == {"#/components/schemas/Error"}
 
 
 UUID = "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"

@@ -24,7 +24,7 @@ def normalise(tokens: object, side: Side = "required") -> tuple[str, ...]:
     ('cuda', 'gpu')
     """
     if not is_list(tokens):
-        raise _refuse(side, "not_array")
+        raise _refuse(side, "not_array", undecodable=True)
     distinct = {_check_token(token, side) for token in tokens}
     if len(distinct) > _MAX_TOKENS:
         raise _refuse(side, "too_many_tokens")
@@ -141,7 +141,7 @@ def log_digest(csv: str) -> str:
 
 def _check_token(token: object, side: Side) -> str:
     if not isinstance(token, str):
-        raise _refuse(side, "non_string_token")
+        raise _refuse(side, "non_string_token", undecodable=True)
     if not token:
         raise _refuse(side, "empty_token")
     if "," in token:
@@ -153,5 +153,5 @@ def _check_token(token: object, side: Side) -> str:
     return token
 
 
-def _refuse(side: Side, problem: str) -> ValidationError:
-    return ValidationError("invalid_capabilities", f"{side}:{problem}")
+def _refuse(side: Side, problem: str, *, undecodable: bool = False) -> ValidationError:
+    return ValidationError("invalid_capabilities", f"{side}:{problem}", undecodable=undecodable)

@@ -130,7 +130,20 @@ def _policy(value: Any) -> PolicyObject:
     try:
         return PolicyObject(parse_policy(cast("dict[str, Any]", value)))
     except ValidationError as error:
-        raise _PolicyRefused(error) from None
+        raise _PolicyRefused(_typed(error, cast("dict[str, Any]", value))) from None
+
+
+def _typed(error: ValidationError, policy: dict[str, Any]) -> ValidationError:
+    """The error; capabilities of a wrong type are one of the policy (01 §7)."""
+    if error.code != "invalid_capabilities" or not error.undecodable:
+        return error
+    tokens: Any = policy["routing_requirements"]["required_capabilities"]
+    problem = ": must be an array"
+    if isinstance(tokens, list):
+        are_text = [isinstance(each, str) for each in cast("list[object]", tokens)]
+        problem = f"[{are_text.index(False)}]: must be text"
+    detail = f"routing_requirements.required_capabilities{problem}"
+    return ValidationError("invalid_policy_json", detail, undecodable=True)
 
 
 _JSON_TYPES: dict[type, str] = {dict: "object", list: "array", type(None): "null"}

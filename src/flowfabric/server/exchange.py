@@ -104,11 +104,12 @@ def _header_value(text: str) -> bytes:
 async def send_reply(send: Send, reply: Reply, headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Send a complete answer."""
     found: Headers = [
-        (b"content-length", b"%d" % len(reply.body)),
         *headers,
         *((name.encode(), _header_value(value)) for name, value in reply.headers),
     ]
+    # Without content there is no length of it either (RFC 9110 §8.6).
     if reply.status != _NO_CONTENT:
+        found.append((b"content-length", b"%d" % len(reply.body)))
         found.append((b"content-type", reply.content_type.encode()))
     await send({"type": "http.response.start", "status": reply.status, "headers": found})
     await send({"type": "http.response.body", "body": reply.body})

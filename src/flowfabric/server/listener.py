@@ -9,6 +9,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -45,7 +46,8 @@ _FULL = Problem(
 _MALFORMED = Problem("invalid_input", "request: is not HTTP/1.1")
 _HEAD_TOO_LONG = Problem(
     "invalid_input",
-    f"request: the request line and headers may have at most {MAX_HEAD_BYTES} bytes",
+    f"request: the request line and headers, and the trailers, may have at most {MAX_HEAD_BYTES} "
+    "bytes",
     status=HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
 )
 
@@ -90,6 +92,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._all = connections
         self._entered = False
         self._head_bytes = 0
+        """Bytes received since the last part of a body: of a head, or of trailers."""
         self._in_head = True
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -122,18 +125,49 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if not self._entered:
             return
-        if self._in_head:
-            if self._deadline is None:
-                self._set_deadline(HEAD_TIMEOUT_S)
-            # Before this part is counted: its end may already belong to the body.
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._end_deadline()
-                self._refuse(_HEAD_TOO_LONG)
+        if self._in_head and self._deadline is None:
+            self._set_deadline(HEAD_TIMEOUT_S)
+        # Before this part is counted: its end may already belong to the body.
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._end_deadline()
+            self._refuse(_HEAD_TOO_LONG)
+            return
+        self._head_bytes += len(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(memoryview(data))
+        except httptools.HttpParserError:
+            self._refuse_malformed()
+
+    @property
+    def _parser(self) -> httptools.HttpRequestParser:
+        assert self.parser is not None, "the connection is lost"
+        return self.parser
+
+    def _feed(self, data: memoryview) -> None:
+        while True:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as asked:
+                if self._parser.get_method() == b"CONNECT":
+                    self._refuse_malformed()
+                    return
+                # Served as if it had not asked: the parser leaves out the body of such a request,
+                # and Java's client asks for HTTP/2 with each.
+                self._parser.feed_data(self._head_without_upgrade())
+                data = data[asked.args[0] :]
+            else:
                 return
-            self._head_bytes += len(data)
-        super().data_received(data)
+
+    def _head_without_upgrade(self) -> bytes:
+        method, version = self._parser.get_method(), self._parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
+        lines += [b"%s: %s" % each for each in self.headers if each[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_headers_complete(self) -> None:
+        if self._parser.should_upgrade():
+            return
         # One part may be larger than the limit; usually most of it is the body.
         if self._head_bytes > MAX_HEAD_BYTES and self._head_size() > MAX_HEAD_BYTES:
             self._entered = False
@@ -142,12 +176,19 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(_HEAD_TOO_LONG)
             raise ValueError("the request line and headers are too long")
         self._in_head = False
+        self._head_bytes = 0
         self._end_deadline()
         self._unset_keepalive_if_required()
         self._all.idle.pop(self, None)
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        if self._parser.should_upgrade():
+            return
         super().on_message_complete()
         self._in_head = True
         self._head_bytes = 0
@@ -184,14 +225,16 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._socket.is_closing():
             self._socket.close()
 
-    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - ours is an envelope
+    def _refuse_malformed(self) -> None:
         if not self._socket.is_closing():
             self._refuse(_MALFORMED)
 
     def _refuse(self, problem: Problem) -> None:
         """Answer what never becomes a request, and close the connection."""
-        # After half an answer, the client would read this one as the rest of it.
-        if not (self.cycle and self.cycle.response_started and not self.cycle.response_complete):
+        # After half an answer, the client would read this one as the rest of it; after a whole one
+        # to a request whose body goes on, it expects none.
+        begun = self.cycle and self.cycle.response_started
+        if not begun or (self._in_head and self.cycle.response_complete):
             self._socket.write(_closing_answer(problem))
         self._socket.close()
 

@@ -3,7 +3,7 @@
 import html
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 import msgspec
 
@@ -13,7 +13,7 @@ from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.version import __version__
 from flowfabric.server.bodies import U64, LaneName, PolicyObject, Uuid
 from flowfabric.server.routing import Route
-from flowfabric.server.schemas import EVENTS, RAW, Content, Listed, Variants
+from flowfabric.server.schemas import EVENTS, OMITTED, RAW, Content, Listed, Variants
 from flowfabric.server.wire import variant_name
 
 _REF = "#/components/schemas/{name}"
@@ -37,7 +37,7 @@ _FORMS: dict[str, dict[str, Any]] = {
 }
 _ERROR: dict[str, Any] = {
     "type": "object",
-    "required": ["error"],
+    "required": ["error", "kind", "retryable", "code", "class", "group", "request_id"],
     "properties": {
         "error": {"type": "string"},
         "kind": {"type": "string"},
@@ -56,6 +56,11 @@ _ERROR: dict[str, Any] = {
         "status": {"type": "string"},
         "failing": {"type": "array", "items": {"type": "string"}},
     },
+}
+_UNAUTHORIZED: dict[str, Any] = {
+    "type": "object",
+    "required": ["error", "code"],
+    "properties": {"error": {"type": "string"}, "code": {"type": "string"}},
 }
 _STATUSES = {200: "Success", 201: "Created", 202: "Not finished yet", 204: "No work available"}
 _REFUSALS = {
@@ -86,6 +91,17 @@ def _schema_of(kind: Any) -> dict[str, Any]:
     raise TypeError(f"no schema for {kind!r}")
 
 
+def _refs(schema: Any) -> set[str]:
+    """The names of the schemas that a schema refers to."""
+    if isinstance(schema, list):
+        return {name for each in cast("list[Any]", schema) for name in _refs(each)}
+    if not isinstance(schema, dict):
+        return set()
+    members = cast("dict[str, Any]", schema)
+    own = {members["$ref"].rpartition("/")[2]} if "$ref" in members else set[str]()
+    return own | {name for each in members.values() for name in _refs(each)}
+
+
 def _kind(outcome: Any) -> str:
     (base,) = outcome.__orig_bases__
     return get_args(get_args(base)[0])[0]
@@ -112,6 +128,21 @@ class _Schemas:
             kinds, schema_hook=_schema_of, ref_template=_REF
         )
         self._found = dict(zip(kinds, found, strict=True))
+        answers = [each for route in routes for each in route.answers.values() if _inside(each)]
+        for name in self._parts([self.of(each) for each in answers]):
+            schema = self.components[name]
+            if "properties" in schema:
+                omitted = OMITTED.get(name, ())
+                schema["required"] = [each for each in schema["properties"] if each not in omitted]
+
+    def _parts(self, schemas: list[Any]) -> set[str]:
+        """The names of the schemas that these are made of. Requests and answers share none."""
+        names: set[str] = set()
+        while schemas:
+            for name in _refs(schemas.pop()) - names:
+                names.add(name)
+                schemas.append(self.components[name])
+        return names
 
     def of(self, kind: Any) -> dict[str, Any]:
         if isinstance(kind, Variants):
@@ -160,10 +191,14 @@ def _answers(route: Route, schemas: _Schemas) -> dict[str, Any]:
 
 
 def _refusals() -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": _REF.format(name="Error")}}}
     named = {str(status): text for status, text in _REFUSALS.items()}
     named["default"] = "Unexpected error"
-    return {name: {"description": text, "content": content} for name, text in named.items()}
+    return {name: _refusal(text, name) for name, text in named.items()}
+
+
+def _refusal(text: str, status: str) -> dict[str, Any]:
+    schema = {"$ref": _REF.format(name="Unauthorized" if status == "401" else "Error")}
+    return {"description": text, "content": {"application/json": {"schema": schema}}}
 
 
 def _headers(route: Route) -> list[dict[str, Any]]:
@@ -249,7 +284,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
         },
         "paths": paths,
         "components": {
-            "schemas": dict(schemas.components) | {"Error": _ERROR},
+            "schemas": schemas.components | {"Error": _ERROR, "Unauthorized": _UNAUTHORIZED},
             "responses": _refusals(),
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
         },

@@ -279,3 +279,13 @@ class RemoteCompleted(msgspec.Struct, frozen=True, kw_only=True):
     unknown_tasks: list[str] | None = None
     waited_ms: int | None = None
     claim_error: dict[str, Any] | None = None
+
+
+_GRANTED = ("partition_key", "grant_key", "expires_at_ms", "lane_id")
+OMITTED: dict[str, tuple[str, ...]] = {
+    ExecutionAnswer.__name__: ("started_at", "completed_at"),
+    FramePage.__name__: ("closed_at", "closed_reason", "truncated"),
+    ReclaimAnswer.__name__: (*_GRANTED, "detail", "reclaim_count"),
+    RemoteCompleted.__name__: RemoteCompleted.__struct_fields__[1:],
+}
+"""Fields that answers leave out; every other one is always there, `null` if it is unset."""

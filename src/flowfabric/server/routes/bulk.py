@@ -1,6 +1,7 @@
 """Many creates or cancels in one request (10 §11.7)."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +21,6 @@ routes = Routes()
 _MAX_ITEMS = 1000
 _LINES = "application/x-ndjson"
 T = TypeVar("T")
-_rows = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def _items(call: Call[bytes, NoQuery], kind: type[T]) -> list[T | Problem]:
@@ -28,11 +28,12 @@ def _items(call: Call[bytes, NoQuery], kind: type[T]) -> list[T | Problem]:
     content_type = call.request.headers.get(b"content-type")
     lines = (content_type or b"").partition(b";")[0].strip().lower() == _LINES.encode()
     if lines:
-        raw = [line for line in call.body.splitlines() if line.strip()]
+        raw: Sequence[bytes | msgspec.Raw] = [
+            line for line in call.body.splitlines() if line.strip()
+        ]
     elif bodies.is_json(content_type):
         # The array itself is a level that a single item does not have.
-        found_items = bodies.decode(call.body, list[msgspec.Raw], bodies.MAX_DEPTH + 1)
-        raw = [bytes(each) for each in found_items]
+        raw = bodies.decode(call.body, list[msgspec.Raw], bodies.MAX_DEPTH + 1)
     else:
         raise not_json(415)
     if len(raw) > _MAX_ITEMS:
@@ -40,7 +41,7 @@ def _items(call: Call[bytes, NoQuery], kind: type[T]) -> list[T | Problem]:
     found: list[T | Problem] = []
     for each in raw:
         try:
-            found.append(bodies.decode(each, kind))
+            found.append(bodies.decode(bytes(each), kind))
         except Problem as problem:
             found.append(problem)
     return found

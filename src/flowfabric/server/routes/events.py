@@ -114,13 +114,13 @@ class _ExecutionFollower:
             event = await changes.next(TICK_S, *viewer.ends)
             if isinstance(event, EngineError):
                 raise event
-            if event is not None and event.type == "signal":
-                yield sent("signal", entry_of(event), changes.position)
-                continue
             info = await self._read()
             if event is not None:
                 yield self._entry(event, info)
-            elif info.public_state != self._state:
+            # A signal may have resumed it, which has no entry; an end has one.
+            if info.public_state != self._state and (
+                event is None or info.public_state not in TERMINAL
+            ):
                 yield await self._moved(info)
             if (progress := (info.progress_pct, info.progress_message)) != self._progress:
                 self._progress = progress

@@ -62,6 +62,11 @@ def parse_tags(given: tuple[str, ...]) -> dict[str, str]:
     return dict(each.split(":", 1) for each in given)
 
 
+def rows_wanted(tags: tuple[str, ...], limit: int) -> int:
+    """How many rows to list: all tags must match, so none can if a key has two values."""
+    return limit if len(set(tags)) == len(parse_tags(tags)) else 0
+
+
 @routes.get(
     "/v1/executions", scope="read", answers={200: Listed("executions", contracts.ExecutionSummary)}
 )
@@ -75,7 +80,7 @@ async def list_executions(call: Call[None, ListQuery]) -> Reply:
         state=query.state,
         tags=parse_tags(query.tag),
     )
-    listings = call.backend.listings
+    listings, limit = call.backend.listings, rows_wanted(query.tag, query.size)
     if query.partition is not None and query.partition >= call.backend.counts.flow:
         raise invalid("partition", f"must be below {call.backend.counts.flow}")
     if query.partition is not None and query.lane is not None and query.state in INDEXES:
@@ -85,7 +90,7 @@ async def list_executions(call: Call[None, ListQuery]) -> Reply:
             query.state,
             partition=query.partition,
             cursor=query.cursor,
-            limit=query.size,
+            limit=limit,
         )
         page = await _filtered(call, page, msgspec.structs.replace(where, state=None))
     else:
@@ -94,7 +99,7 @@ async def list_executions(call: Call[None, ListQuery]) -> Reply:
             raise invalid("state", problem)
         where.validate()
         page = await listings.list_executions(
-            partition=query.partition, cursor=query.cursor, limit=query.size, where=where
+            partition=query.partition, cursor=query.cursor, limit=limit, where=where
         )
     rows = [row for row in page.executions if call.caller.sees(row.namespace)]
     return answer(page_of("executions", [struct(row) for row in rows], page))

@@ -16,7 +16,7 @@ from flowfabric.server.bodies import U64, EdgeKind, OfFlow, Uuid
 from flowfabric.server.calls import Call
 from flowfabric.server.problems import Problem, problem_of
 from flowfabric.server.queries import NoQuery, PageQuery, Partition, WaitQuery, between
-from flowfabric.server.routes.execution_reads import page_of, parse_tags
+from flowfabric.server.routes.execution_reads import page_of, parse_tags, rows_wanted
 from flowfabric.server.routing import Routes
 from flowfabric.server.schemas import (
     Counted,
@@ -74,7 +74,10 @@ async def list_flows(call: Call[None, FlowListQuery]) -> Reply:
         tags=parse_tags(query.tag),
     )
     page = await call.backend.flows.list_flows(
-        partition=query.partition, cursor=query.cursor, limit=query.size, where=where
+        partition=query.partition,
+        cursor=query.cursor,
+        limit=rows_wanted(query.tag, query.size),
+        where=where,
     )
     rows = [struct(row) for row in page.entries if call.caller.sees(row.namespace)]
     return answer(page_of("flows", rows, page))
