@@ -58,7 +58,9 @@ async def test_a_request_that_has_begun_still_finishes(cli: Cli, engine: Engine)
         assert "shutdown timed out" not in done.out
 
 
-async def test_what_is_refused_while_a_server_stops(engine: Engine) -> None:
+async def test_what_is_refused_while_a_server_stops(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     """Readiness, streams and claims go first; here, a stream that does not end holds it there."""
     handle = await engine.running()
     await append(engine, handle, "frame")
@@ -87,6 +89,7 @@ async def test_what_is_refused_while_a_server_stops(engine: Engine) -> None:
         assert not stopping.done()
     await stopping
     assert server.timeouts == 0
+    assert [each.message for each in caplog.records if each.levelname == "ERROR"] == []
     with pytest.raises(OSError):
         await http.get("/readyz")
 

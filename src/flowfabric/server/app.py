@@ -209,7 +209,7 @@ def failure(error: Exception, request_id: str, template: str, subject: str = "")
         error = Problem("invariant_violation", "see the server's log for the cause")
     if error.status >= 500 and error.is_fault:
         extra = {"action": "backend_fault", "kind": error.kind, "context": template}
-        extra |= {"request_id": request_id}
+        extra |= {"request_id": request_id, "detail": error.detail}
         log.error("%s: %s", template, error.error, extra=extra)
     elif error.rejects_body and log.isEnabledFor(logging.DEBUG):
         extra = {"action": "body_rejected", "kind": error.kind, "detail": error.detail}
