@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from flowfabric.server.routes.table import all_routes
 from flowfabric.server.routing import Route
 from tests.server.conftest import Serving, serving
 from tests.server.status_rows import ROWS
+from tests.server.test_events import follow
 from tests.server.test_statuses import filled
 from tests.support.engine import Engine
 from tests.support.flows import graph
@@ -380,6 +382,26 @@ def test_limits_are_kept_in_the_file(tmp_path: Path) -> None:
 
 
 # --- metrics --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/events", f"{E}/events", f"{E}/attempts/0/stream/events"])
+async def test_an_event_stream_ends_when_its_token_is_revoked(
+    engine: Engine, tmp_path: Path, path: str
+) -> None:
+    handle = await engine.running()
+    (token, stored), (_, other) = (new_token(name, ["read"], None) for name in ("tv", "other"))
+    write_tokens(tmp_path / "tokens", [stored])
+    async with serving(engine, tokens_file=tmp_path / "tokens") as http:
+        path = path.format(id=handle.execution_id)
+        async with follow(http.with_token(token), path) as source:
+            # Another change of the file does not concern it.
+            write_tokens(tmp_path / "tokens", [stored, other])
+            await engine.running()
+            assert await source.block() is not None
+            write_tokens(tmp_path / "tokens", [other])
+            async with asyncio.timeout(10):
+                assert "end" not in [each.name for each in await source.rest()]
+        assert (await http.with_token(token).get(path)).status == 401
 
 
 async def test_metrics_can_need_a_token(serve: Serving) -> None:

@@ -28,7 +28,7 @@ from flowfabric.core.errors import EngineError, FlowFabricError, NotFoundError
 from flowfabric.engine.layers.audit import acting_as
 from flowfabric.engine.layers.tracing import continued
 from flowfabric.server import bodies, queries
-from flowfabric.server.auth import ANYONE, Tokens
+from flowfabric.server.auth import ANYONE
 from flowfabric.server.calls import Call, Pool, Services
 from flowfabric.server.cors import Cors
 from flowfabric.server.exchange import (
@@ -69,7 +69,7 @@ class ServerApp:
         self.services = services
         self.table = table
         services.routes = tuple(table.routes)
-        self.tokens = Tokens(config.api_token, config.tokens_file)
+        self.tokens = services.tokens
         self.observers: list[Observer] = []
         self._without_cors = {
             route.template.encode() for route in table.routes if not route.cross_origin

@@ -223,6 +223,12 @@ class Tokens:
         self._look(self._path)
         return self._known.get(token_hash(given.decode("latin-1")))
 
+    def is_current(self, caller: ApiCaller, authorization: bytes | None) -> bool:
+        """Whether the sender of this header still has the rights of `caller`."""
+        found = self.identify(authorization)
+        rights = None if found is None else (found.scopes, found.namespaces)
+        return rights == (caller.scopes, caller.namespaces)
+
     def _look(self, path: Path) -> None:
         now = time.monotonic()
         if now - self._looked_at < _LOOK_S:
