@@ -13,6 +13,7 @@ import pytest
 
 from flowfabric.core.errors import ConfigError
 from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.http.address import parse_url
 from flowfabric.server.auth import (
     SCOPES,
     RateLimit,
@@ -256,6 +257,17 @@ async def test_what_all_namespaces_share_needs_a_token_for_all(
 
 
 # --- the first check -----------------------------------------------------------------------
+
+
+async def test_the_line_break_after_a_token_does_not_count(serve: Serving) -> None:
+    """A secret read from a file ends with one; clients leave it out, too."""
+    variables = {"FF_API_TOKEN": "s3cret\n"}
+    config, address = ServerConfig.from_env(variables), parse_url("http://server", variables)
+    assert config.api_token is not None
+    assert config.api_token == address.token
+    async with serve(api_token=config.api_token) as http:
+        assert (await http.with_token(config.api_token).get("/v1/executions")).status == 200
+    assert ServerConfig.from_env({"FF_API_TOKEN": " \n"}).listen == ("127.0.0.1", 9090)
 
 
 async def test_the_token_is_checked_before_the_path(serve: Serving) -> None:
