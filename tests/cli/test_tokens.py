@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import msgspec
@@ -10,7 +12,7 @@ import pytest
 from flowfabric.cli.commands import tokens
 from flowfabric.cli.errors import CliError
 from flowfabric.core.errors import ConfigError
-from flowfabric.server.auth import Tokens
+from flowfabric.server.auth import Tokens, new_token, read_tokens, write_tokens
 from tests.support.command import Cli
 
 
@@ -37,6 +39,39 @@ async def test_tokens_are_created_listed_and_revoked(tmp_path: Path) -> None:
     assert gone.code == 0
     assert Tokens(path=file).identify(f"Bearer {token}".encode()) is None
     assert (await cli("tokens", "revoke", "ci")).code == 1
+
+
+def test_a_change_keeps_who_may_read_the_file_and_follows_links(tmp_path: Path) -> None:
+    """A server may read it as another user, or by another name."""
+    file, link = tmp_path / "tokens.toml", tmp_path / "link.toml"
+    _, stored = new_token("ci", ["read"], None)
+    write_tokens(file, [])
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    file.chmod(0o640)
+    if os.geteuid() == 0:
+        os.chown(file, 12, 34)
+    link.symlink_to(file)
+    owner = file.stat().st_uid, file.stat().st_gid
+    write_tokens(link, [stored])
+    assert link.is_symlink()
+    assert read_tokens(file) == [stored]
+    after = file.stat()
+    assert (stat.S_IMODE(after.st_mode), (after.st_uid, after.st_gid)) == (0o640, owner)
+
+
+def test_a_file_that_becomes_readable_is_read(tmp_path: Path) -> None:
+    """`chmod` leaves the time of the last change as it is."""
+    file = tmp_path / "tokens.toml"
+    token, stored = new_token("ci", ["read"], None)
+    write_tokens(file, [stored])
+    known = Tokens(path=file)
+    header = f"Bearer {token}".encode()
+    assert known.identify(header) is not None
+    before = file.stat()
+    file.write_text("")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    known._looked_at -= 1
+    assert known.identify(header) is None
 
 
 def test_a_limit_is_set_shown_changed_and_removed(

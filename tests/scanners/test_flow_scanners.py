@@ -59,12 +59,19 @@ async def forget_cascade(flow: TestFlow, key: str) -> None:
 
 
 @pytest.mark.usefixtures("one_unit")
-async def test_what_a_call_left_is_done_within_a_second(engine: Engine) -> None:
+async def test_what_a_call_left_is_done_within_a_second(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "flowfabric.scanners")
     flow = await submitted(engine, FAN)
     await flow.end("root")
     assert sorted((await flow.states()).values()).count("waiting") == 1
     found = await idle(engine).scan_once("cascade_drain")
     assert found == ScanResult(processed=19)
+    drained = told(caplog, "cascade_drained")
+    assert sum(each["resolved"] + each["skipped"] for each in drained) == 19
+    assert {each["pending"] for each in drained} == {True}, "one unit per call"
+    assert {each["partition"] for each in drained} == {flow.tag}
     assert set((await flow.states()).values()) == {"completed", "waiting"}
 
 

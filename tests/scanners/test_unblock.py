@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -33,7 +34,10 @@ async def scan(engine: Engine, **options: Any) -> int:
     return result.processed
 
 
-async def test_work_comes_back_when_its_budgets_are_open(engine: Engine) -> None:
+async def test_work_comes_back_when_its_budgets_are_open(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "flowfabric.engine")
     spent, other = await budget(engine, 1, spent=1), await budget(engine)
     held = [await limited(engine, spent), await limited(engine, other, spent)]
     free = [await limited(engine, other), await limited(engine), await limited(engine, spent)]
@@ -42,6 +46,9 @@ async def test_work_comes_back_when_its_budgets_are_open(engine: Engine) -> None
     assert await scan(engine) == 2
     assert await states(engine, [*held, free[2]]) == ["rate_limited"] * 3
     assert await states(engine, free[:2]) == ["waiting"] * 2
+    fields = map(vars, caplog.records)
+    told = {each["execution_id"] for each in fields if each.get("action") == "execution_unblocked"}
+    assert told == set(free[:2])
     tag = f"ff:budget:{{b:*}}:{spent}"
     names: Any = await engine.backend.transport.call("KEYS", f"{tag}:usage")
     await engine.backend.transport.call("HSET", names[0], "tokens", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from flowfabric.core.errors import ConfigError
 from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.http.address import parse_url
 from flowfabric.server.auth import (
     SCOPES,
     RateLimit,
@@ -25,6 +27,7 @@ from flowfabric.server.routes.table import all_routes
 from flowfabric.server.routing import Route
 from tests.server.conftest import Serving, serving
 from tests.server.status_rows import ROWS
+from tests.server.test_events import follow
 from tests.server.test_statuses import filled
 from tests.support.engine import Engine
 from tests.support.flows import graph
@@ -256,6 +259,17 @@ async def test_what_all_namespaces_share_needs_a_token_for_all(
 # --- the first check -----------------------------------------------------------------------
 
 
+async def test_the_line_break_after_a_token_does_not_count(serve: Serving) -> None:
+    """A secret read from a file ends with one; clients leave it out, too."""
+    variables = {"FF_API_TOKEN": "s3cret\n"}
+    config, address = ServerConfig.from_env(variables), parse_url("http://server", variables)
+    assert config.api_token is not None
+    assert config.api_token == address.token
+    async with serve(api_token=config.api_token) as http:
+        assert (await http.with_token(config.api_token).get("/v1/executions")).status == 200
+    assert ServerConfig.from_env({"FF_API_TOKEN": " \n"}).listen == ("127.0.0.1", 9090)
+
+
 async def test_the_token_is_checked_before_the_path(serve: Serving) -> None:
     async with serve(api_token="t") as http:
         for path in ("/nope", "/%ff", "/v1/executions/%ff", "/v1/executions/x/state", "/v1/%c3"):
@@ -380,6 +394,26 @@ def test_limits_are_kept_in_the_file(tmp_path: Path) -> None:
 
 
 # --- metrics --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/events", f"{E}/events", f"{E}/attempts/0/stream/events"])
+async def test_an_event_stream_ends_when_its_token_is_revoked(
+    engine: Engine, tmp_path: Path, path: str
+) -> None:
+    handle = await engine.running()
+    (token, stored), (_, other) = (new_token(name, ["read"], None) for name in ("tv", "other"))
+    write_tokens(tmp_path / "tokens", [stored])
+    async with serving(engine, tokens_file=tmp_path / "tokens") as http:
+        path = path.format(id=handle.execution_id)
+        async with follow(http.with_token(token), path) as source:
+            # Another change of the file does not concern it.
+            write_tokens(tmp_path / "tokens", [stored, other])
+            await engine.running()
+            assert await source.block() is not None
+            write_tokens(tmp_path / "tokens", [other])
+            async with asyncio.timeout(10):
+                assert "end" not in [each.name for each in await source.rest()]
+        assert (await http.with_token(token).get(path)).status == 401
 
 
 async def test_metrics_can_need_a_token(serve: Serving) -> None:

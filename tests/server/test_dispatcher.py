@@ -78,6 +78,7 @@ async def test_nothing_is_missed_while_the_connection_is_lost(
     engine: Engine, valkey: TestServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not even before the first event: the position is where the subscription began."""
+    caplog.set_level(logging.INFO, "flowfabric.server")
     with FaultProxy(valkey.socket_path) as proxy:
         async with (
             await ValkeyBackend.connect(parse_url(proxy.url), request_timeout=0.05) as backend,
@@ -91,6 +92,8 @@ async def test_nothing_is_missed_while_the_connection_is_lost(
                 proxy.up()
                 await until(partial(is_mirrored, caplog, execution_id), "the event")
                 assert mirrored(caplog, execution_id) == ["operator_completion"]
+    resumed = [r for r in caplog.records if vars(r).get("action") == "feed_resumed"]
+    assert len(resumed) >= 2, "an operator sees when the mirror follows again"
 
 
 async def test_a_crash_is_logged_and_survived(

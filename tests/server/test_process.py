@@ -46,6 +46,7 @@ async def test_an_external_valkey_needs_the_secret(cli: Cli) -> None:
     [
         ({"FF_LISTEN_ADDR": "0.0.0.0:0"}, "invalid value for FF_LISTEN_ADDR: 0.0.0.0 is not a"),
         ({"FF_LISTEN_ADDR": "nope"}, "invalid value for FF_LISTEN_ADDR: must be host:port"),
+        ({"FF_API_TOKEN": "a\nb"}, "invalid value for FF_API_TOKEN: contains characters"),
         ({"FF_CORS_ORIGINS": " , "}, "invalid value for FF_CORS_ORIGINS"),
         ({"FF_BODY_LIMIT_LARGE": "1MB"}, "invalid value for FF_BODY_LIMIT_LARGE"),
         ({"FF_MAX_EVENT_STREAMS": "0"}, "invalid value for FF_MAX_EVENT_STREAMS"),
@@ -279,6 +280,19 @@ async def test_the_banner_says_who_can_call(
     async with cli.start("server", *options, **variables) as server:
         line = await server.line("tokens  ")
         assert line.split(maxsplit=1) == ["tokens", said]
+
+
+async def test_an_ipv6_address_is_written_as_in_a_url(cli: Cli) -> None:
+    async with cli.start("server", "--listen", "[::1]:0") as server:
+        line = await server.line("  address  ")
+        url = line.split()[1]
+        assert url.startswith("http://[::1]:")
+        port = int(url.rpartition(":")[2])
+        assert (await Http(("::1", port)).get("/readyz")).status == 200
+        assert f"HTTP API listening on [::1]:{port}" in "\n".join(server.seen)
+    shown = await cli("config", "--json", FF_LISTEN_ADDR="[::1]:9090")
+    found = {each["name"]: each["value"] for each in shown.objects}
+    assert found["FF_LISTEN_ADDR"] == "[::1]:9090"
 
 
 async def test_a_misspelt_setting_is_refused_with_advice(cli: Cli, tmp_path: Path) -> None:

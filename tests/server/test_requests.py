@@ -256,13 +256,18 @@ async def test_health(http: Http, engine: Engine) -> None:
         assert (await http.get(path)).json == {"status": status}
 
 
-async def test_readiness_names_what_fails(http: Http, engine: Engine) -> None:
+async def test_readiness_names_what_fails(
+    http: Http, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     await engine.backend.transport.call("DEL", "ff:config:partitions")
     answer = await http.get("/readyz")
     assert answer.kind == (503, "unavailable")
     assert (answer.json["status"], answer.json["failing"]) == ("not_ready", ["partitions"])
     # As its class says (10 §5).
     assert (answer.json["class"], answer.json["retryable"]) == ("terminal", False)
+    (fault,) = [each for each in map(vars, caplog.records) if each.get("action") == "backend_fault"]
+    assert (fault["context"], fault["kind"]) == ("/readyz", "unavailable")
+    assert fault["detail"] == "partitions", "the log of a fault says which check failed"
     await engine.backend.transport.call("FUNCTION", "FLUSH")
     assert (await http.get("/readyz")).json["failing"] == ["library", "partitions"]
     await engine.backend.meta.prepare()

@@ -89,6 +89,7 @@ async def test_what_is_refused_while_a_server_stops(
         assert not stopping.done()
     await stopping
     assert "shutdown timed out" not in caplog.text
+    assert [each.message for each in caplog.records if each.levelname == "ERROR"] == []
     with pytest.raises(OSError):
         await http.get("/readyz")
 

@@ -40,6 +40,13 @@ async def secret_of(engine: Engine, partition: int = 0) -> str | None:
     return None if raw is None else raw.decode()
 
 
+def actions(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the log says of the steps of a boot since the last call (09 §10)."""
+    found = [str(vars(record).get("action")) for record in caplog.records]
+    caplog.clear()
+    return [each for each in found if each.split("_")[0] in ("version", "counts", "secret")]
+
+
 async def calls(engine: Engine, function: str) -> int:
     """How often a function was called so far."""
     stats: Any = await engine.backend.transport.call("INFO", "commandstats")
@@ -49,16 +56,22 @@ async def calls(engine: Engine, function: str) -> int:
 
 
 async def test_a_configured_secret_is_seeded_everywhere(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.DEBUG, "flowfabric.engine")
+    steps = ["version_accepted", "counts_validated"]
     await engine.backend.meta.prepare()
     assert await secret_of(engine) is None, "nothing is configured: nothing is sent"
+    assert actions(caplog) == steps
     monkeypatch.setenv(SECRET_VARIABLE, SECRET.upper())
     await engine.backend.meta.prepare()
     for partition in (0, 100, 255):
         assert await secret_of(engine, partition) == SECRET
+    assert actions(caplog) == [*steps, "secret_installed"]
     async with untouched(engine):
         await engine.backend.meta.prepare()
+    assert actions(caplog) == steps
+    assert SECRET not in caplog.text.lower()
 
 
 async def test_another_configured_secret_is_warned_about(

@@ -55,7 +55,7 @@ invalid_cursor T Start again without a cursor, or pass the one returned last, un
 invalid_policy_json T Correct the named policy field and submit again.
 invalid_capabilities T Pass a list such as ["gpu"], without commas, spaces or the prefix task:.
 invalid_tag_key T Name tags like app.name: lower case, digits, underscores, a dot; not ff.name.
-partition_mismatch T Use the stored partition counts; create a member's id for its flow.
+partition_mismatch T Set FF_*_PARTITIONS to the stored counts; create a member's id for its flow.
 payload_too_large T Store the data elsewhere and pass a reference, or raise the limit.
 fence_required T Pass the lease fence of the claimed task.
 partial_fence_triple T Pass lease_id, lease_epoch and attempt_id together.

@@ -25,6 +25,15 @@ def truncate_utf8(text: str, limit: int) -> str:
     return data[:limit].decode(errors="ignore")
 
 
+def host_port(host: str, port: int) -> str:
+    """An address as it is written in a URL.
+
+    >>> host_port("::1", 9090)
+    '[::1]:9090'
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def lossless(stored: bytes) -> str:
     """Stored bytes as text, valid UTF-8 or not; `raw` returns the same bytes.
 

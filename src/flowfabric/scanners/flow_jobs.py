@@ -94,6 +94,12 @@ class CascadeDrain(QueueScanner):
             cycle.processed += done.resolved + done.skipped + done.cancelled
             cycle.progress()
             retry, more = False, done.pending
+            if done.resolved or done.skipped:
+                message = f"drained {tag}: {done.resolved} resolved, {done.skipped} skipped"
+                fields = {"resolved": done.resolved, "skipped": done.skipped, "pending": more}
+                report(
+                    logging.DEBUG, self.name, "cascade_drained", message, partition=tag, **fields
+                )
         await self._report_parked(cycle, tag)
 
     async def _report_parked(self, cycle: Cycle, tag: str) -> None:

@@ -28,7 +28,7 @@ from flowfabric.core.errors import EngineError, FlowFabricError, NotFoundError
 from flowfabric.engine.layers.audit import acting_as
 from flowfabric.engine.layers.tracing import continued
 from flowfabric.server import bodies, queries
-from flowfabric.server.auth import ANYONE, Tokens
+from flowfabric.server.auth import ANYONE
 from flowfabric.server.calls import Call, Pool, Services
 from flowfabric.server.cors import Cors
 from flowfabric.server.exchange import (
@@ -69,7 +69,7 @@ class ServerApp:
         self.services = services
         self.table = table
         services.routes = tuple(table.routes)
-        self.tokens = Tokens(config.api_token, config.tokens_file)
+        self.tokens = services.tokens
         self.observers: list[Observer] = []
         self._without_cors = {
             route.template.encode() for route in table.routes if not route.cross_origin
@@ -209,7 +209,7 @@ def failure(error: Exception, request_id: str, template: str, subject: str = "")
         error = Problem("invariant_violation", "see the server's log for the cause")
     if error.status >= 500 and error.is_fault:
         extra = {"action": "backend_fault", "kind": error.kind, "context": template}
-        extra |= {"request_id": request_id}
+        extra |= {"request_id": request_id, "detail": error.detail}
         log.error("%s: %s", template, error.error, extra=extra)
     elif error.rejects_body and log.isEnabledFor(logging.DEBUG):
         extra = {"action": "body_rejected", "kind": error.kind, "detail": error.detail}

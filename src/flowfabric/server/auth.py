@@ -7,9 +7,11 @@ import math
 import os
 import re
 import secrets
+import stat
 import tempfile
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -144,11 +146,20 @@ def read_tokens(path: Path) -> list[StoredToken]:
 
 
 def write_tokens(path: Path, tokens: Sequence[StoredToken]) -> None:
-    """Replace the file in one step; only its owner can read it."""
+    """Replace the file in one step. A new one can only be read by its owner.
+
+    Follows links, and keeps the owner and the mode: servers may use the file by another name, or
+    as another user.
+    """
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with os.fdopen(descriptor, "w") as file:
         file.write("".join(_toml(each) for each in tokens))
+        with suppress(FileNotFoundError, PermissionError):
+            before = path.stat()
+            os.fchown(descriptor, before.st_uid, before.st_gid)
+            os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
     Path(name).replace(path)
 
 
@@ -199,7 +210,7 @@ class Tokens:
         self._token = None if token is None else token.encode()
         self._path = path
         self._known: dict[str, ApiCaller] = {}
-        self._stamp: tuple[int, int] | None = None
+        self._stamp: tuple[int, ...] | None = None
         self._looked_at = -_LOOK_S
         if path is not None:
             self._load(path)
@@ -223,6 +234,12 @@ class Tokens:
         self._look(self._path)
         return self._known.get(token_hash(given.decode("latin-1")))
 
+    def is_current(self, caller: ApiCaller, authorization: bytes | None) -> bool:
+        """Whether the sender of this header still has the rights of `caller`."""
+        found = self.identify(authorization)
+        rights = None if found is None else (found.scopes, found.namespaces)
+        return rights == (caller.scopes, caller.namespaces)
+
     def _look(self, path: Path) -> None:
         now = time.monotonic()
         if now - self._looked_at < _LOOK_S:
@@ -245,9 +262,10 @@ class Tokens:
         self._looked_at = time.monotonic()
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
+def _stamp(path: Path) -> tuple[int, ...] | None:
     try:
         found = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ino
+    # Also when its status changed: a file that could not be read may be readable now.
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_ino

@@ -16,7 +16,7 @@ from flowfabric.scanners.supervisor import ScannerSupervisor
 from flowfabric.scheduler.grant_desk import GrantDesk
 from flowfabric.scheduler.grants import WorkerGrants
 from flowfabric.server import bodies
-from flowfabric.server.auth import ApiCaller
+from flowfabric.server.auth import ApiCaller, Tokens
 from flowfabric.server.changes import ChangeHub
 from flowfabric.server.config import ServerConfig
 from flowfabric.server.dispatcher import EventDispatcher
@@ -68,6 +68,7 @@ class Services:
     ) -> None:
         self.backend = backend
         self.config = config
+        self.tokens = Tokens(config.api_token, config.tokens_file)
         self.scanners = scanners
         self.dispatcher: EventDispatcher | None = None
         """None while this process has none, as in tests of single requests."""

@@ -13,8 +13,10 @@ import msgspec
 
 from flowfabric.core.environment import flag, invalid, whole_number
 from flowfabric.core.errors import ConfigError
+from flowfabric.core.text import host_port
 from flowfabric.engine.api.secrets import DEFAULT_GRACE_MS, GRACE_VARIABLE, SECRET_VARIABLE
 from flowfabric.engine.connect import check_backend
+from flowfabric.engine.http.address import TOKEN_VARIABLE, configured_token
 from flowfabric.engine.layers import tracing
 from flowfabric.scanners.settings import INTERVALS_S, ScannerSettings
 from flowfabric.server.cors import parse_origins
@@ -54,7 +56,7 @@ _SETTINGS: tuple[tuple[str, str, bool], ...] = (
     (GRACE_VARIABLE, str(DEFAULT_GRACE_MS), False),
     ("FF_LISTEN_ADDR", "", False),
     ("FF_ALLOW_INSECURE", "0", False),
-    ("FF_API_TOKEN", "", True),
+    (TOKEN_VARIABLE, "", True),
     ("FF_API_TOKENS_FILE", "", False),
     ("FF_METRICS_AUTH", "0", False),
     ("FF_CORS_ORIGINS", "*", False),
@@ -145,7 +147,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         flag(env, tracing.VARIABLE)
         check_error_reports(env)
         tokens = env.get("FF_API_TOKENS_FILE") or None
-        token = env.get("FF_API_TOKEN") or None
+        token = configured_token(env)
         limits = {
             name: whole_number(env, f"FF_BODY_LIMIT_{name.upper()}", default, 1, _U32)
             for name, default in msgspec.structs.asdict(BodyLimits()).items()
@@ -277,7 +279,7 @@ def effective(given: Mapping[str, tuple[str, Source]], config: ServerConfig) -> 
             value = ""
         if name == "FF_LISTEN_ADDR" and not value:
             # It depends on whether there is a token.
-            value = "{}:{}".format(*config.listen)
+            value = host_port(*config.listen)
         if secret and value:
             value = _REDACTED
         elif name == "FF_URL":

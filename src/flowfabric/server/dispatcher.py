@@ -30,6 +30,8 @@ class EventDispatcher:
         self._restart_pause_s = settings.restart_backoff_s
         self._cursor: Start = "now"
         self._running: asyncio.Task[None] | None = None
+        self._lost = False
+        """Whether the feeds could not be read the last time."""
 
     @property
     def is_alive(self) -> bool:
@@ -60,6 +62,7 @@ class EventDispatcher:
                     log.warning(text, error, extra={"action": "events_trimmed"})
                     self._cursor = error.details[0] if error.details else "now"
                 log.debug("cannot follow the operator events, trying again: %s", error)
+                self._lost = True
                 if self._cursor != before:
                     backoff.reset()
                 await asyncio.sleep(backoff.jittered_s())
@@ -72,6 +75,9 @@ class EventDispatcher:
 
     async def _follow(self) -> None:
         subscription = await self._backend.events.subscribe_operator_events(self._cursor)
+        if self._lost:
+            self._lost = False
+            log.info("follows the operator events again", extra={"action": "feed_resumed"})
         async with subscription:
             try:
                 async for event in subscription:

@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from flowfabric.core.errors import ConfigError
 from flowfabric.core.ids import new_uuid
+from flowfabric.core.text import host_port
 from flowfabric.server.app import ServerApp
 from flowfabric.server.exchange import BODY_TIMEOUT_S
 from flowfabric.server.problems import Problem
@@ -326,6 +327,7 @@ def bind(host: str, port: int) -> socket.socket:
         reason = error.strerror or str(error)
         if error.errno == errno.EADDRINUSE:
             reason = "another process uses this port; choose another one with --listen"
-        raise ConfigError("server", f"cannot listen on {host}:{port}: {reason}") from error
+        problem = f"cannot listen on {host_port(host, port)}: {reason}"
+        raise ConfigError("server", problem) from error
     bound.setblocking(False)  # noqa: FBT003
     return bound

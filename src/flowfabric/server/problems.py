@@ -104,7 +104,9 @@ def problem_of(error: EngineError, subject: str = "") -> Problem:
         return exhausted(*_pool(error))
     if isinstance(error, UnavailableError) and error.code == "unavailable":
         text = f"backend op unavailable: {error.op or error.detail}"
-        return Problem("unavailable", error.op or detail, error=text, **options)
+        problem = Problem("unavailable", error.op or detail, error=text, **options)
+        problem.is_fault = not error.shutting_down
+        return problem
     if isinstance(error, LimitError) and error.retry_after_ms is not None:
         options["fields"] = options.get("fields", {}) | {"retry_after_ms": error.retry_after_ms}
     return Problem(error.code if error.code in CATALOGUE else "transport", detail, **options)

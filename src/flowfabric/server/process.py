@@ -8,6 +8,7 @@ from typing import Self
 
 from flowfabric import observability
 from flowfabric.core.errors import EngineError
+from flowfabric.core.text import host_port
 from flowfabric.engine import metrics
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.connect import ServerLocation
@@ -89,7 +90,7 @@ class ServerProcess:
         """Say what is open to everyone."""
         if self.app.tokens.required:
             return
-        listen_addr = "{}:{}".format(*self.config.listen)
+        listen_addr = host_port(*self.config.listen)
         extra = {"action": "no_api_token", "listen_addr": listen_addr}
         for text in (
             "no API token: anyone who can reach %s can call /v1/admin/* and rotate the secret",
@@ -103,7 +104,7 @@ class ServerProcess:
         self.address = bound.getsockname()[:2]
         self._listener = Listener(self.app, bound)
         await self._listener.start()
-        where = "{}:{}".format(*self.address)
+        where = host_port(*self.address)
         extra = {"action": "http_listening", "listen_addr": where}
         log.info("HTTP API listening on %s", where, extra=extra)
 

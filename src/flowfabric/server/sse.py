@@ -41,7 +41,9 @@ class Viewer:
         self.call = call
         self._gone: asyncio.Future[Any] = asyncio.ensure_future(call.request.disconnected())
         self._stopping: asyncio.Future[Any] = asyncio.ensure_future(call.services.stopping.wait())
-        self._beat_at = time.monotonic() + HEARTBEAT_S
+        now = time.monotonic()
+        self._beat_at, self._look_at = now + HEARTBEAT_S, now + TICK_S
+        self._revoked = False
 
     @property
     def ends(self) -> tuple[asyncio.Future[Any], asyncio.Future[Any]]:
@@ -50,8 +52,19 @@ class Viewer:
 
     @property
     def is_over(self) -> bool:
-        """Whether the client left, or the process stops; the stream is resumed elsewhere."""
-        return self._gone.done() or self._stopping.done()
+        """Whether the client left, its token was revoked or changed, or the process stops.
+
+        The stream has no `end` then: the client resumes it, elsewhere or with its new rights.
+        """
+        return self._gone.done() or self._stopping.done() or self._is_revoked()
+
+    def _is_revoked(self) -> bool:
+        if (now := time.monotonic()) >= self._look_at:
+            self._look_at = now + TICK_S
+            call = self.call
+            authorization = call.request.headers.get(b"authorization")
+            self._revoked = not call.services.tokens.is_current(call.caller, authorization)
+        return self._revoked
 
     def heartbeat(self) -> bytes:
         """A comment line if it is time for one, otherwise nothing."""

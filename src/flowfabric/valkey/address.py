@@ -11,7 +11,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 import msgspec
 
 from flowfabric.core.environment import flag, invalid, whole_number
-from flowfabric.core.text import shown
+from flowfabric.core.text import host_port, shown
 
 log = logging.getLogger(__name__)
 DEFAULT_PORT: Final = 6379
@@ -56,7 +56,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
         """The server's name in messages: `unix:/path` or `host:port`, never a secret."""
         if self.socket_path is not None:
             return f"unix:{shown(self.socket_path)}"
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return host_port(self.host, self.port)
 
     def node(self, host: str, port: int) -> Self:
         """The address of one node of the same deployment: same credentials and TLS."""

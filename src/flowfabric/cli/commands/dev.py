@@ -28,7 +28,7 @@ from flowfabric.cli.session import describe_location
 from flowfabric.cli.settings import load_settings
 from flowfabric.cli.views.screen import Cell, Screen
 from flowfabric.cli.watching import ProjectFiles
-from flowfabric.core.text import plural, shown
+from flowfabric.core.text import host_port, plural, shown
 from flowfabric.engine.connect import ServerLocation
 from flowfabric.sdk.logs import log_always
 from flowfabric.server.config import DEFAULT_PORT
@@ -216,8 +216,7 @@ class _Development:
             return
         self._introduced = True
         assert self._server is not None
-        host, port = self._server.address
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        address = f"http://{host_port(*self._server.address)}"
         shown_facts: dict[str, Cell] = {
             "API": address,
             "docs": f"{address}/docs",

@@ -18,7 +18,7 @@ from flowfabric.cli.options import Target, flag, value
 from flowfabric.cli.session import describe_location
 from flowfabric.cli.settings import Assignments, File, load_settings
 from flowfabric.cli.views.screen import Row, Screen, print_json
-from flowfabric.core.text import shown
+from flowfabric.core.text import host_port, shown
 from flowfabric.engine.connect import ServerLocation, check_environment
 from flowfabric.sdk.service import service_runner
 from flowfabric.server import config as settings
@@ -166,7 +166,7 @@ def _facts(running: ServerProcess, location: ServerLocation) -> dict[str, str]:
     deployment = describe_location(location)
     if not running.serves_http:
         return {"address": "none: only the scanners run", "deployment": deployment}
-    address = "http://{}:{}".format(*running.address)
+    address = f"http://{host_port(*running.address)}"
     return {"address": address, "deployment": deployment, "tokens": openness(running)}
 
 

@@ -10,7 +10,9 @@ import msgspec
 
 from flowfabric.core.environment import invalid
 from flowfabric.core.errors import ConfigError
+from flowfabric.core.text import host_port
 
+TOKEN_VARIABLE: Final = "FF_API_TOKEN"  # noqa: S105 - the name, not a token
 FORM: Final = "http://host:9090 or https://host"
 _SCHEMES: Final = ("http", "https")
 
@@ -33,7 +35,7 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def peer(self) -> str:
         """The server's name in messages."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return host_port(self.host, self.port)
 
     @property
     def url(self) -> str:
@@ -71,6 +73,16 @@ def server_at(url: str, *, name: str = "url") -> ServerAddress:
     return parse_url(url, os.environ, name=name)
 
 
+def configured_token(environ: Mapping[str, str]) -> str | None:
+    """The token in `FF_API_TOKEN`, the same for a server and its clients."""
+    # The line break at the end of a secret's file is not part of it: no header can carry one.
+    token = environ.get(TOKEN_VARIABLE, "").strip() or None
+    if token is not None and not (token.isascii() and token.isprintable()):
+        # The value is not repeated.
+        raise invalid(TOKEN_VARIABLE, "contains characters that are not allowed in a token")
+    return token
+
+
 def _parse(text: str, environ: Mapping[str, str]) -> ServerAddress:
     try:
         parts = urlsplit(text)
@@ -89,14 +101,11 @@ def _parse(text: str, environ: Mapping[str, str]) -> ServerAddress:
     if parts.query or parts.fragment:
         raise ValueError(f"a server URL cannot contain '?' or '#'; use {FORM}")
     tls = parts.scheme == "https"
-    token = environ.get("FF_API_TOKEN", "").strip() or None
-    if token is not None and not (token.isascii() and token.isprintable()):
-        raise ValueError("FF_API_TOKEN contains characters that are not allowed in a token")
     return ServerAddress(
         host=host,
         port=port or (443 if tls else 80),
         tls=tls,
         path=parts.path.rstrip("/").removesuffix("/v1"),
-        token=token,
+        token=configured_token(environ),
         tls_ca=environ.get("FF_TLS_CA") or None,
     )

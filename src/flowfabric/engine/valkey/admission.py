@@ -143,7 +143,8 @@ class ValkeyAdmission(AdmissionControl):
     ) -> list[EngineError | None]:
         tag, expected = self._calls.checked_tag(tag), expected_blocking_reason
         outcomes: list[EngineError | None] = []
-        for part in chunks(check.stored_names(ids, "ids"), BATCH):
+        ids = check.stored_names(ids, "ids")
+        for part in chunks(ids, BATCH):
             answers = await self._unblock(tag, "", check.text(expected, "expected"), part)
             outcomes += (
                 None
@@ -151,6 +152,11 @@ class ValkeyAdmission(AdmissionControl):
                 else refused(answer, "ff_unblock", "unblock_many", each)
                 for each, answer in zip(part, answers, strict=True)
             )
+        if log.isEnabledFor(logging.DEBUG):
+            for each, outcome in zip(ids, outcomes, strict=True):
+                if outcome is None:
+                    extra = {"action": "execution_unblocked", "execution_id": each}
+                    log.debug("unblocked %s: %s", each, expected, extra=extra)
         return outcomes
 
     async def unblock(self, execution_id: ExecutionId, expected: str) -> PublicState:

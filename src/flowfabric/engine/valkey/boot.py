@@ -98,7 +98,9 @@ async def prepare(
     content is replaced; it has the same calls and replies, so running processes go on.
     """
     secret, lanes = configured_secret(), configured_lanes()
-    await check_server(transport)
+    version = "{}.{}".format(*await check_server(transport))
+    extra: dict[str, Any] = {"action": "version_accepted", "version": version}
+    log.debug("Valkey %s is new enough", version, extra=extra)
     if secret is None and mint_secret is not None and not await _has_secret(transport):
         secret = check_secret(mint_secret())
     wanted = (counts.flow, counts.budget, counts.quota)
@@ -109,6 +111,8 @@ async def prepare(
         if stored != configured:
             difference = f"{field}: stored={stored}, config={configured}"
             raise ValidationError("partition_mismatch", difference)
+    extra = {"action": "counts_validated", **dict(zip(_FIELDS, wanted, strict=True))}
+    log.debug("the partition counts are those of the deployment", extra=extra)
     loaded = await ensure_library(transport, owned=owned)
     calls = FunctionCalls(transport, counts)
     if secret is not None:

@@ -67,6 +67,9 @@ class ValkeySecrets(api.Secrets):
         secret = "" if secret_hex is None else api.check_secret(secret_hex)
         found = await self._seed_everywhere(FIRST_KID, secret)
         outcome = contracts.SeedOutcome(**Counter(status for status, _ in found))
+        if outcome.installed:
+            extra = {"action": "secret_installed", "kid": FIRST_KID}
+            log.info("the waitpoint secret is on %s partitions now", outcome.installed, extra=extra)
         for status, message in _REPORTED.items():
             if count := getattr(outcome, status):
                 level = logging.ERROR if status == "torn" else logging.WARNING

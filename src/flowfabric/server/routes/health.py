@@ -15,6 +15,7 @@ routes = Routes()
 CHECKS_S = 1.0
 """How long Valkey may take. A probe that gives up first learns nothing."""
 _LATE = f"Valkey did not respond within {CHECKS_S:g} s"
+_SHUTDOWN = "shutdown"
 _OK = answer({"status": "ok"})
 _READY = answer({"status": "ready"})
 
@@ -48,12 +49,14 @@ async def readyz(call: Call[None, NoQuery]) -> Reply:
     """Report whether the process is ready for requests, and which checks fail."""
     failing = await _failing(call)
     if failing:
-        raise Problem(
+        problem = Problem(
             "unavailable",
             ", ".join(failing),
             error="backend op unavailable: readyz",
             fields={"status": "not_ready", "failing": failing},
         )
+        problem.is_fault = failing != [_SHUTDOWN]
+        raise problem
     return _READY
 
 
@@ -71,5 +74,5 @@ async def _failing(call: Call[None, NoQuery]) -> list[str]:
     ):
         failing.append("scanners")
     if services.stopping.is_set():
-        failing.append("shutdown")
+        failing.append(_SHUTDOWN)
     return failing
