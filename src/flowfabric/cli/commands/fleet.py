@@ -26,6 +26,8 @@ from flowfabric.engine.api.workers import Draining, WorkerEntry
 from flowfabric.engine.lane_overview import LaneOverview, read_lanes
 
 _LANES_SHOWN = 3
+_OPTIONAL_COLUMNS = ("UP", "NAMESPACE", "CAPABILITIES", "SEEN", "TASKS")
+"""Dropped in this order when the terminal is too narrow."""
 
 
 async def workers(target: Target, *, lane: options.Lane = None) -> None:
@@ -40,7 +42,7 @@ async def workers(target: Target, *, lane: options.Lane = None) -> None:
             found = await backend.workers.list_workers(target.namespace, limit=None)
     found = [worker for worker in found if lane is None or lane in worker.lanes]
     rows = [_worker_row(worker, now) for worker in found]
-    _print(target, found, rows, "No worker is running.", ("UP", "NAMESPACE", "CAPABILITIES"))
+    _print(target, found, rows, "No worker is running.", _OPTIONAL_COLUMNS)
 
 
 def _worker_row(worker: WorkerEntry, now_ms: int) -> Row:

@@ -44,7 +44,8 @@ async def quotas(target: Deployment) -> None:
         ordered = sorted(found, key=lambda each: (each.name, each.quota_policy_id))
         # Every namespace has names of its own.
         repeated = len({each.label for each in found}) < len(found)
-        Screen().table([_row(each, with_id=repeated) for each in ordered])
+        rows = [_row(each, with_id=repeated) for each in ordered]
+        Screen().table(rows, ("NEXT START",))
     else:
         Screen().line("No quotas. Create one with: flowfabric quota create NAME --max-requests N")
 

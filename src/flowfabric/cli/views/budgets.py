@@ -38,7 +38,8 @@ def print_budgets(found: Sequence[BudgetStatus]) -> None:
         return
     # Every namespace has names of its own.
     repeated = len({status.label for status in found}) < len(found)
-    Screen().table([row for each in found for row in _rows(each, with_id=repeated)])
+    rows = [row for each in found for row in _rows(each, with_id=repeated)]
+    Screen().table(rows, ("BREACHES", "HELD", "NEXT RESET"))
 
 
 def _rows(status: BudgetStatus, *, with_id: bool) -> list[Row]:
