@@ -2,6 +2,7 @@
 
 import re
 from contextlib import suppress
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -13,7 +14,7 @@ from flowfabric.cli.views.budgets import print_budget, print_budgets
 from flowfabric.cli.views.screen import print_json, print_result
 from flowfabric.core.contracts.budgets import BudgetCreated, BudgetStatus
 from flowfabric.core.ids import budget_id
-from flowfabric.core.text import iso
+from flowfabric.core.text import clock
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.paging import read_every
 from flowfabric.sdk.spending import ACTIONS, BudgetCalls
@@ -131,7 +132,9 @@ async def _create(
         fields["differs"] = made.differs
         text = "exists"
         if made.differs:
-            text += f" with other settings. Change limits with: flowfabric budget raise {name} …"
+            given = " ".join(f"{each}={limit}" for each, limit in _limits(limits).items())
+            again = f"flowfabric budget raise {quote(name)} {given or 'DIMENSION=LIMIT'}"
+            text += f" with other settings. Change limits with: {again}"
     print_result(fields, f"{name}  ", text, as_json=target.as_json)
 
 
@@ -168,7 +171,7 @@ async def _reset(target: Namespaced, name: Name) -> None:
     """Reset all usage of a budget to 0. Executions that wait for it can then start."""
     async with open_backend(target) as backend:
         done = await _Budgets(backend, target).reset_budget(name)
-    following = f"; the next reset is at {iso(done.next_reset_at)}" if done.next_reset_at else ""
+    following = f"; the next reset is at {clock(done.next_reset_at)}" if done.next_reset_at else ""
     fields = {
         "budget_id": budget_id(name, target.namespace or _DEFAULT),
         "next_reset_at": done.next_reset_at or None,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from flowfabric.cli import options
-from flowfabric.cli.errors import CliError
+from flowfabric.cli.errors import CliError, UsageError
 from flowfabric.cli.options import (
     Deployment,
     Namespaced,
@@ -196,9 +196,11 @@ async def _set(
         "reclaim_grace_ms": None if grace is None else round(grace * 1000),
         "emit_renewals": renewals,
     }
-    async with open_backend(target) as backend:
-        await backend.lanes.set_lane_config(lane, **given)
     changed = {name: setting for name, setting in given.items() if setting is not None}
+    if not changed:
+        raise UsageError("usage", "nothing to change: pass at least one setting")
+    async with open_backend(target) as backend:
+        await backend.lanes.set_lane_config(lane, **changed)
     told = f"Changed the settings of lane {lane}."
     print_result({"lane": lane, **changed}, told, as_json=target.as_json)
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
+from shlex import quote
 from typing import Annotated, Any
 
 from flowfabric.cli import options
+from flowfabric.cli.errors import UsageError
 from flowfabric.cli.options import Deployment, Namespaced, Target, value
 from flowfabric.cli.session import NoDataYet, open_backend
 from flowfabric.cli.views.screen import Cell, Row, Screen, print_json, print_result
@@ -122,7 +124,8 @@ async def _create(
     created = isinstance(outcome, QuotaCreated)
     told = "created" if created else "already exists; its limits were not changed"
     if not created and outcome.differs:
-        told = f"exists with other limits. Change them with: flowfabric quota update {quota} …"
+        told = f"exists with other limits. Change them with: flowfabric quota update {quote(quota)}"
+        told += f" --max-requests {max_requests} --per {per:g}s --max-concurrent {max_concurrent}"
     fields = {
         "quota": quota,
         "quota_policy_id": outcome.quota_policy_id,
@@ -146,6 +149,8 @@ async def _update(
     Limits that you do not pass stay unchanged. A higher limit applies at once to waiting
     executions.
     """
+    if max_requests is per is max_concurrent is jitter is None:
+        raise UsageError("usage", "nothing to change: pass at least one limit")
     async with open_backend(target) as backend:
         calls = _client(backend, target)
         await calls.update_quota(

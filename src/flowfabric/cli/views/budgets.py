@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from flowfabric.cli.views.screen import Cell, Row, Screen
 from flowfabric.core.contracts.budgets import BudgetStatus
 from flowfabric.core.ids import ExecutionId
-from flowfabric.core.text import iso, plural
+from flowfabric.core.text import clock, plural
 
 _MAX_SHOWN = 3
 
@@ -24,7 +24,7 @@ def _style(status: BudgetStatus, name: str) -> str:
 
 
 def _time(ms: str | None) -> str:
-    return "-" if ms is None else iso(int(ms)) or ms
+    return "-" if ms is None else clock(int(ms))
 
 
 def _limit(number: int) -> str:
