@@ -139,7 +139,7 @@ async def test_a_name_that_was_typed_is_sent(cli: Cli, waits: Waits) -> None:
     parked = await waits.park(Single("k", ("yes", "no")))
     execution_id = parked.handle.execution_id
     useless = await cli("approve", execution_id, "--name", "perhaps")
-    assert useless.out.endswith("perhaps: stored, but this wait does not accept its name\n")
+    assert useless.out.endswith("perhaps: stored, but this wait only accepts yes, no\n")
     assert (await cli("approve", execution_id, "--name", "no")).out.endswith(
         "the execution resumes\n"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from flowfabric.core.ids import budget_id
 from flowfabric.sdk.client import Client
 from tests.support.budgets import hold
@@ -74,6 +76,14 @@ async def test_how_long_a_budget_remembers_keys(cli: Cli) -> None:
     wrong = await cli("budget", "create", "month", "--dedup-ttl", "30d")
     assert wrong.code == 2
     assert "must be 1ms to 7d, got 30d" in wrong.err
+
+
+async def test_an_existing_budget_with_other_limits_names_the_command(cli: Cli) -> None:
+    await cli("budget", "create", "my team", "tokens=5")
+    other = await cli("budget", "create", "my team", "tokens=7")
+    command = shlex.split(other.out.partition("flowfabric ")[2])
+    assert command == ["budget", "raise", "my team", "tokens=7"]
+    assert (await cli(*command)).out == "my team  limits changed: tokens=7\n"
 
 
 async def test_recurring_budgets_and_waiting_work(cli: Cli, engine: Engine) -> None:

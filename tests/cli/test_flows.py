@@ -332,7 +332,7 @@ async def test_replay_reruns_what_failed_and_reopens_what_was_skipped(
     await flow.end("x")
     assert (await flow.states())["c"] == "skipped"
     done = ok(await cli("flow", "replay", flow.flow_id))
-    assert done.out == f"{flow.flow_id}  replayed 1 member, 2 wait for them again\n"
+    assert done.out == f"{flow.flow_id}  replayed 1 member, waiting for them again: 2\n"
     states = await flow.states()
     assert states == {
         "a": "waiting",

@@ -161,6 +161,7 @@ async def test_a_result_that_does_not_come(cli: Cli, client: Client) -> None:
     assert (done.code, done.out) == (1, "")
     assert done.error["code"] == "timeout"
     assert "did not finish within 1 s" in done.error["message"]
+    assert f"`flowfabric show {waiting.compact}`" in done.error["hint"]
 
 
 async def test_the_first_submission_creates_the_embedded_deployment(cli: Cli) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from flowfabric.cli.views.screen import Screen
+from flowfabric.cli.views.top import TopFrame, render
 from flowfabric.core.conditions import Single
 from flowfabric.engine import live_overview
-from flowfabric.engine.live_overview import LiveReader, read_live
+from flowfabric.engine.lane_overview import LaneOverview
+from flowfabric.engine.live_overview import LiveOverview, LiveReader, read_live
 from flowfabric.scanners import ScannerSupervisor
 from flowfabric.scanners.board import read_board
 from tests.support.budgets import new_budget, spend
@@ -178,6 +183,35 @@ async def test_live_until_a_key(cli: Cli, busy: Engine, key: str, columns: int) 
     frames = plain(terminal.raw.replace("\x1b[H", "\n")).splitlines()
     assert max(len(line.rstrip()) for line in frames) <= columns
     assert "…" not in "".join(line for line in frames if "WAITING" in line)
+
+
+def lane(name: str, **counts: int) -> LaneOverview:
+    """A lane with these counts."""
+    names = ("waiting", "delayed", "active", "suspended", "blocked", "finished", "workers")
+    zero = dict.fromkeys((*names, "no_worker"), 0)
+    return LaneOverview(lane=name, state="active", reason="", oldest_ms=None, **(zero | counts))
+
+
+@pytest.mark.parametrize("width", [36, 60, 200])
+def test_a_frame_fits_and_starts_with_the_busiest_lanes(width: int) -> None:
+    """A narrow terminal wraps the texts around the tables, too."""
+    lanes = [lane(f"lane-{number:02}") for number in range(40)]
+    lanes += [lane("later", delayed=9), lane("stuck", blocked=2), lane("busy", active=3)]
+    overview = LiveOverview(now_ms=0, lanes=lanes, workers=[], waits=[], budgets=[])
+    screen, written = Screen(), StringIO()
+    screen.console = Console(width=width, height=32, file=written, color_system=None)
+    frame = TopFrame(overview=overview, leaders=[], board=None)
+    screen.console.print(render(frame, "http://flows.example:9090", screen))
+    lines = written.getvalue().splitlines()
+    assert 31 <= len(lines) <= 32
+    assert lines[-2].rstrip() == "Budgets near their limit"
+    first = next(n for n, line in enumerate(lines) if line.startswith("busy"))
+    assert [line.split()[0] for line in lines[first : first + 4]] == [
+        "busy",
+        "stuck",
+        "later",
+        "lane-00",
+    ]
 
 
 async def test_an_outage_is_shown(tmp_path: Path) -> None:

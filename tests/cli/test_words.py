@@ -65,19 +65,65 @@ def test_clean_escapes_whatever_is_not_text() -> None:
     assert clean(HOSTILE) == ("a\\x1b[31m\\r\\n\\x00\\x9b\\u202e\\u2028\\u2067\\U000e0001\\t")
 
 
-@pytest.mark.parametrize(
-    ("width", "shown"), [(70, "KEY B LAST"), (60, "KEY LAST"), (20, "KEY LAST")]
-)
-def test_a_narrow_terminal_drops_optional_columns_and_cuts_nothing(width: int, shown: str) -> None:
+def on_terminal(width: int, row: Row, optional: tuple[str, ...] = ()) -> list[str]:
+    """The lines of a table on a terminal of this width."""
     screen, written = Screen(), StringIO()
     screen.console = Console(width=width, file=written, force_terminal=True, color_system=None)
     screen.terminal = True
+    screen.table([row], optional)
+    return written.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [(83, "KEY A B LAST"), (70, "KEY B LAST"), (55, "KEY B LAST"), (54, "KEY LAST")],
+)
+def test_a_narrow_terminal_drops_optional_columns_and_cuts_nothing(width: int, shown: str) -> None:
     row: Row = {"KEY": "k" * 39, "A": "a" * 39, "B": "b" * 20, "LAST": "the-end"}
-    screen.table([row], optional=("A", "B"))
-    header, first, *rest = written.getvalue().splitlines()
+    header, *lines = on_terminal(width, row, ("A", "B"))
     assert header.split() == shown.split()
-    assert first.split()[0] == row["KEY"]
-    assert "".join([first.split()[-1], *map(str.strip, rest)]) == "the-end"
+    assert max(map(len, lines)) <= width
+    for name in shown.split():
+        whole = str(row[name])
+        start = header.index(name)
+        cells = (line[start : start + len(whole)].partition(" ")[0] for line in lines)
+        assert "".join(cells) == whole
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+@pytest.mark.parametrize("long", ["KEY", "NOTE", "WHY"])
+def test_one_long_text_neither_breaks_nor_hides_the_other_columns(width: int, long: str) -> None:
+    row: Row = {"ID": "86-1d0e4b2a", "KEY": "a-key", "NOTE": "a-note", "STATE": "active"}
+    row |= {"STARTED": "2026-11-19", "WHY": "unknown"}
+    row[long] = text = " ".join(["words"] * 50)
+    header, *lines = on_terminal(width, row)
+    assert header.split() == list(row)
+    assert max(map(len, lines)) <= width
+    for name, cell in row.items():
+        if name != long:
+            assert lines[0][header.index(name) :].startswith(str(cell))
+    folded = (line[header.index(long) :].split("  ")[0].strip() for line in lines)
+    assert " ".join(folded) == text
+
+
+def test_the_last_column_gives_way_before_times_are_broken() -> None:
+    row: Row = {"#": "1", "STATE": "ended_failure", "WORKER": "vm-23768-724bedf3"}
+    row |= {"STARTED": "2026-11-19 04:18:43.367", "REASON": "ConnectionError: no route to host"}
+    _, first, *_ = on_terminal(80, row)
+    assert first.rstrip().split("  ")[-2:] == ["2026-11-19 04:18:43.367", "ConnectionError:"]
+
+
+def test_a_table_that_cannot_fit_keeps_its_columns() -> None:
+    row: Row = {f"COLUMN-{number}": f"value-{number}" for number in range(9)}
+    assert " ".join(on_terminal(40, row)).split() == [*row, *row.values()]
+
+
+def test_columns_of_a_pipe_are_straight_beside_wide_letters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows: list[Row] = [{"TASK": "漢字", "STATE": "active"}, {"TASK": "mail", "STATE": "active"}]
+    Screen().table(rows)
+    assert capsys.readouterr().out.splitlines() == ["TASK  STATE", "漢字  active", "mail  active"]
 
 
 def test_json_is_one_line_of_text_with_the_same_value() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from types import SimpleNamespace
@@ -82,8 +83,13 @@ async def test_blocked_loop_and_spinning_thread_keep_their_leases(
     ("end", "code"), [("revoke", "lease_revoked"), ("cancel", "execution_not_active")]
 )
 async def test_lost_lease_cancels_the_handler_and_says_why(
-    engine: Engine, make_worker: MakeWorker, end: str, code: str
+    engine: Engine,
+    make_worker: MakeWorker,
+    caplog: pytest.LogCaptureFixture,
+    end: str,
+    code: str,
 ) -> None:
+    caplog.set_level(logging.INFO)
     (execution_id,) = await submit(engine.backend)
     worker = await make_worker(lease_ttl_ms=1000)
     seen: list[Any] = []
@@ -111,6 +117,8 @@ async def test_lost_lease_cancels_the_handler_and_says_why(
         assert isinstance(lost, LeaseLost)
         assert (lost.code, healthy) == (code, False)
         assert code in told
+        logged = "its lease was lost: lease_revoked" if end == "revoke" else "was cancelled"
+        assert "(attempt 1" in caplog.text.partition(logged)[2]
         # Not at once: a look for more work holds the permit while it is under way.
         await until(lambda: worker.free == 1, "the permit")
     await engine.backend.lanes.set_lane_state("default", "active")

@@ -106,3 +106,6 @@ async def test_explanations_name_the_way_out(engine: Engine, make_worker: MakeWo
         acme, "waiting_for_quota", "quota p: rate 5 per 60 s"
     )
     assert "waiting for quota: quota p: rate 5 per 60 s" in await text(acme)
+    await engine.backend.executions.cancel_execution(acme, "no budget.")
+    ended = "It was cancelled: no budget. It does not run again unless you replay it."
+    assert await text(acme) == ended

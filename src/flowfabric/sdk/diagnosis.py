@@ -31,6 +31,12 @@ _UNSUCCESSFUL = (
     PublicState.EXPIRED,
     PublicState.SKIPPED,
 )
+_ENDINGS = {
+    PublicState.FAILED: "It failed",
+    PublicState.CANCELLED: "It was cancelled",
+    PublicState.EXPIRED: "It expired",
+    PublicState.SKIPPED: "It was skipped",
+}
 _command = re.compile(r"`(flowfabric [^`]+)`")
 _SPECIAL = {OPERATOR_ONLY: "an operator", TIMEOUT_ONLY: "its timeout"}
 _TIMED = {
@@ -81,11 +87,20 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         return self.text
 
 
+def _ending(info: ExecutionInfo) -> str:
+    """How a finished execution ended, and why."""
+    ending = _ENDINGS.get(info.public_state, "It is completed")
+    attempts = info.total_attempt_count
+    after = f" after {plural(attempts, 'attempt')}" if attempts else ""
+    reason = (info.failure_reason or info.cancellation_reason or "").partition("\n")[0].rstrip(" .")
+    return f"{ending}{after}: {reason}." if reason else f"{ending}{after}."
+
+
 def explain(detail: ExecutionDetail) -> Diagnosis:
     """The answer to "why is it not running?"."""
     info = detail.execution
     if info.state_vector.lifecycle_phase is LifecyclePhase.TERMINAL:
-        text = f"It is {info.public_state.value}: it does not run again unless you replay it."
+        text = f"{_ending(info)} It does not run again unless you replay it."
         steps = (f"flowfabric replay {info.execution_id.compact}",)
     else:
         text = unfinished(detail)

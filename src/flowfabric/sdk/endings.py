@@ -265,6 +265,10 @@ class Endings:
         elif await self._released(task, task.delay_execution(1)):
             log_task(logging.INFO, "task_released", task, "released: the worker is stopping")
 
+    def lost(self, task: ClaimedTask, error: errors.LeaseLost) -> None:
+        """Give up a task whose handler stopped because the lease was lost."""
+        self._abandon(task, error, f"stopped: its lease was lost: {error.reason or error.code}")
+
     def abandon(
         self,
         task: ClaimedTask,
@@ -273,6 +277,11 @@ class Endings:
         cause: BaseException | None = None,
     ) -> None:
         """Give up a task whose end the engine did not accept, or may not have."""
+        self._abandon(task, error, f"{did}, but the engine did not accept it: {error}", cause)
+
+    def _abandon(
+        self, task: ClaimedTask, error: BaseException, text: str, cause: BaseException | None = None
+    ) -> None:
         if task.lease_lost is not None and task.lease_lost.reason == RELEASED:
             # Logged when the loop was found blocked.
             self.summary.released += 1
@@ -280,12 +289,11 @@ class Endings:
             return
         if _was_cancelled(error):
             self.summary.cancelled += 1
-            text = "stopped: the execution was cancelled"
-            log_task(logging.INFO, "task_cancelled", task, text)
+            why = "stopped: the execution was cancelled"
+            log_task(logging.INFO, "task_cancelled", task, why)
         else:
             self.summary.abandoned += 1
             level = logging.DEBUG if self.worker.outage.explains(error) else logging.ERROR
-            text = f"{did}, but the engine did not accept it: {error}"
             log_task(level, "task_abandoned", task, text, cause=cause)
         task.finish("abandoned")
 

@@ -282,7 +282,10 @@ class LeaseKeeper(LoopThread):
         if error.code in TERMINAL_CODES:
             self._lose(held, error.code, CANCELLED if is_cancelled(error) else str(error))
         elif now >= held.deadline:
-            self._lose(held, "lease_expired", f"no renewal succeeded in time: {error}")
+            # Without the hint, which is about single calls.
+            problem = error.message if isinstance(error, TransportError) else error.explanation
+            why = f": {problem}" if problem else ""
+            self._lose(held, "lease_expired", f"no renewal succeeded in time{why}")
         elif not self._outage.noticed(error, "cannot renew a lease"):
             extra: dict[str, object] = {"action": "renewal_failed", "error": str(error)}
             extra["execution_id"] = held.handle.execution_id

@@ -290,7 +290,7 @@ class WorkerRuntime:
         elif not issubclass(kind, asyncio.CancelledError):
             await self._endings.fail(task, error)
         elif task.lease_lost is not None:
-            self._endings.abandon(task, task.lease_lost)
+            self._endings.lost(task, task.lease_lost)
         elif task.finished_by is not None:
             # One that was too slow to stop has been counted already.
             if task in self._running:

@@ -13,7 +13,7 @@ from flowfabric.cli.views.budgets import COUNTED, print_budget, print_budgets
 from flowfabric.cli.views.screen import print_json, print_result
 from flowfabric.core.contracts.budgets import BudgetCreated, BudgetStatus
 from flowfabric.core.ids import as_argument, budget_id
-from flowfabric.core.text import iso
+from flowfabric.core.text import clock
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.paging import read_every
 from flowfabric.sdk.spending import ACTIONS, BudgetCalls
@@ -112,7 +112,7 @@ async def _create(
     ] = False,
     dedup_ttl: Annotated[
         float, options.duration("How long to remember the dedup keys of reports.", "1ms", "7d")
-    ] = 86_400.0,
+    ] = "24h",  # pyright: ignore[reportArgumentType] - parsed like given ones
 ) -> None:
     """Create a budget. An existing budget is not changed."""
     async with open_backend(target, create=True) as backend:
@@ -131,8 +131,9 @@ async def _create(
         fields["differs"] = made.differs
         text = "exists"
         if made.differs:
-            change = f"flowfabric budget raise {as_argument(made.budget_id)} …"
-            text += f" with other settings. Change limits with: {change}"
+            given = " ".join(f"{each}={limit}" for each, limit in _limits(limits).items())
+            again = f"flowfabric budget raise {as_argument(made.budget_id)} {given or 'DIMENSION=LIMIT'}"
+            text += f" with other settings. Change limits with: {again}"
     print_result(fields, f"{name}  ", text, as_json=target.as_json)
 
 
@@ -169,7 +170,7 @@ async def _reset(target: Namespaced, name: Name) -> None:
     """Reset all usage of a budget to 0. Executions that wait for it can then start."""
     async with open_backend(target) as backend:
         done = await _Budgets(backend, target).reset_budget(name)
-    following = f"; the next reset is at {iso(done.next_reset_at)}" if done.next_reset_at else ""
+    following = f"; the next reset is at {clock(done.next_reset_at)}" if done.next_reset_at else ""
     fields = {
         "budget_id": budget_id(name, target.namespace or _DEFAULT),
         "next_reset_at": done.next_reset_at or None,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from flowfabric.cli import options
-from flowfabric.cli.errors import CliError
+from flowfabric.cli.errors import CliError, UsageError
 from flowfabric.cli.options import (
     Deployment,
     Namespaced,
@@ -26,6 +26,8 @@ from flowfabric.engine.api.workers import Draining, WorkerEntry
 from flowfabric.engine.lane_overview import LaneOverview, read_lanes
 
 _LANES_SHOWN = 3
+_OPTIONAL_COLUMNS = ("UP", "NAMESPACE", "CAPABILITIES", "SEEN", "TASKS")
+"""Dropped in this order when the terminal is too narrow."""
 
 
 async def workers(target: Target, *, lane: options.Lane = None) -> None:
@@ -40,7 +42,7 @@ async def workers(target: Target, *, lane: options.Lane = None) -> None:
             found = await backend.workers.list_workers(target.namespace, limit=None)
     found = [worker for worker in found if lane is None or lane in worker.lanes]
     rows = [_worker_row(worker, now) for worker in found]
-    _print(target, found, rows, "No worker is running.", ("UP", "NAMESPACE", "CAPABILITIES"))
+    _print(target, found, rows, "No worker is running.", _OPTIONAL_COLUMNS)
 
 
 def _worker_row(worker: WorkerEntry, now_ms: int) -> Row:
@@ -194,9 +196,11 @@ async def _set(
         "reclaim_grace_ms": None if grace is None else round(grace * 1000),
         "emit_renewals": renewals,
     }
-    async with open_backend(target) as backend:
-        await backend.lanes.set_lane_config(lane, **given)
     changed = {name: setting for name, setting in given.items() if setting is not None}
+    if not changed:
+        raise UsageError("usage", "nothing to change: pass at least one setting")
+    async with open_backend(target) as backend:
+        await backend.lanes.set_lane_config(lane, **changed)
     told = f"Changed the settings of lane {lane}."
     print_result({"lane": lane, **changed}, told, as_json=target.as_json)
 

@@ -230,7 +230,7 @@ async def _replay(
     async with session.open_flow(target, id_) as (backend, flow_id):
         done = await backend.flows.replay_flow(flow_id, failed_only=not cancelled)
     fields = {"flow_id": flow_id, **msgspec.structs.asdict(done)}
-    text = f"replayed {plural(done.replayed, 'member')}, {done.reopened:,} wait for them again"
+    text = f"replayed {plural(done.replayed, 'member')}, waiting for them again: {done.reopened:,}"
     more = "; the engine replays the rest in the background" if done.pending else ""
     print_result(fields, f"{flow_id}  ", text, more, as_json=target.as_json)
 

@@ -5,6 +5,7 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 from flowfabric.cli import options
+from flowfabric.cli.errors import UsageError
 from flowfabric.cli.options import Deployment, Namespaced, Target, value
 from flowfabric.cli.session import NoDataYet, open_backend
 from flowfabric.cli.views.screen import Cell, Row, Screen, print_json, print_result
@@ -44,7 +45,8 @@ async def quotas(target: Deployment) -> None:
         ordered = sorted(found, key=lambda each: (each.name, each.quota_policy_id))
         # Every namespace has names of its own.
         repeated = len({each.label for each in found}) < len(found)
-        Screen().table([_row(each, with_id=repeated) for each in ordered])
+        rows = [_row(each, with_id=repeated) for each in ordered]
+        Screen().table(rows, ("NEXT START",))
     else:
         Screen().line("No quotas. Create one with: flowfabric quota create NAME --max-requests N")
 
@@ -121,7 +123,8 @@ async def _create(
     created = isinstance(outcome, QuotaCreated)
     told = "created" if created else "already exists; its limits were not changed"
     if not created and outcome.differs:
-        change = f"flowfabric quota update {as_argument(outcome.quota_policy_id)} …"
+        change = f"flowfabric quota update {as_argument(outcome.quota_policy_id)}"
+        change += f" --max-requests {max_requests} --per {per:g}s --max-concurrent {max_concurrent}"
         told = f"exists with other limits. Change them with: {change}"
     fields = {
         "quota": quota,
@@ -146,6 +149,8 @@ async def _update(
     Limits that you do not pass stay unchanged. A higher limit applies at once to waiting
     executions.
     """
+    if max_requests is per is max_concurrent is jitter is None:
+        raise UsageError("usage", "nothing to change: pass at least one limit")
     async with open_backend(target) as backend:
         calls = _client(backend, target)
         await calls.update_quota(

@@ -162,7 +162,8 @@ async def result(
         try:
             outcome = await Client(backend).success(execution_id, timeout)
         except TimeoutError as error:
-            raise CliError("timeout", str(error), "wait again, or run `flowfabric show`") from error
+            hint = f"wait again, or run `flowfabric show {execution_id.compact}`"
+            raise CliError("timeout", str(error), hint) from error
     found = _result(outcome)
     if target.as_json:
         fields = {"execution_id": execution_id, "state": outcome.state.value}

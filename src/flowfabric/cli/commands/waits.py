@@ -27,10 +27,11 @@ _EFFECTS = {
     "appended_to_waitpoint": ("counted; more signals are needed", "cyan"),
     "appended_to_waitpoint_duplicate": ("not counted: this sender was already counted", "yellow"),
     "signal_ignored_not_in_condition": ("stored, but this wait does not need it", "yellow"),
-    "signal_ignored_matcher_failed": ("stored, but this wait does not accept its name", "yellow"),
-    "no_op": ("stored, but this wait does not accept its name", "yellow"),
+    "signal_ignored_matcher_failed": ("stored, but this wait does not accept it", "yellow"),
+    "no_op": ("stored, but this wait does not accept it", "yellow"),
     "buffered_for_pending_waitpoint": ("stored until the handler waits for it", "cyan"),
 }
+_NOT_ACCEPTED = frozenset({"signal_ignored_matcher_failed", "no_op"})
 _NO_SIGNAL = (
     "the execution waits for an operator to resume it and accepts no signal or payload",
     "omit the options to resume it, or end it with `flowfabric cancel`",
@@ -270,17 +271,20 @@ def _check_accepted(waitpoint: OpenWaitpoint, name: str, *, explicit: bool) -> N
 def _print_outcome(
     target: Target, waitpoint: OpenWaitpoint, name: str, outcome: SignalOutcome
 ) -> None:
-    accepted = isinstance(outcome, Accepted)
+    stored = isinstance(outcome, Accepted)
     fields = {
         "signal_name": name,
         "outcome": outcome.kind,
-        "signal_id": outcome.signal_id if accepted else outcome.existing_signal_id,
-        "effect": outcome.effect if accepted else None,
-        "resumed": accepted and outcome.resumed,
+        "signal_id": outcome.signal_id if stored else outcome.existing_signal_id,
+        "effect": outcome.effect if stored else None,
+        "resumed": stored and outcome.resumed,
     }
     effect: Cell = ("no change: the same signal was sent before", "yellow")
-    if accepted:
+    if stored:
         effect = _EFFECTS.get(outcome.effect, (outcome.effect, ""))
+        if outcome.effect in _NOT_ACCEPTED and waitpoint.required_signal_names:
+            accepted = view.accepted_signals(waitpoint)
+            effect = f"stored, but this wait only accepts {accepted}", "yellow"
     _print_effect(target, waitpoint, fields, f"  {name}: ", effect)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from flowfabric.cli.views.screen import Cell, Row, Screen
 from flowfabric.core.contracts.budgets import BudgetStatus
 from flowfabric.core.ids import ExecutionId
-from flowfabric.core.text import iso, plural
+from flowfabric.core.text import clock, plural
 
 COUNTED = 1000
 """How many waiting executions are counted."""
@@ -26,7 +26,7 @@ def _style(status: BudgetStatus, name: str) -> str:
 
 
 def _time(ms: str | None) -> str:
-    return "-" if ms is None else iso(int(ms)) or ms
+    return "-" if ms is None else clock(int(ms))
 
 
 def _limit(number: int) -> str:
@@ -40,7 +40,8 @@ def print_budgets(found: Sequence[BudgetStatus]) -> None:
         return
     # Every namespace has names of its own.
     repeated = len({status.label for status in found}) < len(found)
-    Screen().table([row for each in found for row in _rows(each, with_id=repeated)])
+    rows = [row for each in found for row in _rows(each, with_id=repeated)]
+    Screen().table(rows, ("BREACHES", "HELD", "NEXT RESET"))
 
 
 def _rows(status: BudgetStatus, *, with_id: bool) -> list[Row]:

@@ -1,14 +1,16 @@
 """What `flowfabric show` prints."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from flowfabric.cli.views import waits
 from flowfabric.cli.views.blobs import Blob
-from flowfabric.cli.views.screen import Cell, Row, Screen, print_json, state_cell
+from flowfabric.cli.views.screen import Cell, Row, Screen, id_cell, print_json, state_cell
 from flowfabric.cli.views.steps import json_steps, print_steps
+from flowfabric.cli.views.text import short_length
 from flowfabric.core.contracts.executions import AttemptRecord
 from flowfabric.core.contracts.steps import StepPage
-from flowfabric.core.contracts.suspension import OpenWaitpoint
 from flowfabric.core.policy import NO_POLICY
 from flowfabric.core.text import age, clock, duration
 from flowfabric.engine.api.events import Event
@@ -39,7 +41,7 @@ def print_explanation(found: Diagnosis, *, as_json: bool) -> None:
         return
     screen = Screen()
     screen.line(state_cell(found.public_state), (f" {found.execution_id.compact}", ""))
-    screen.line((found.text, ""))
+    screen.prose(found.text)
     for step in found.next_steps:
         screen.line(("  ", ""), (step, "bold"))
 
@@ -68,10 +70,11 @@ def print_detail(detail: ExecutionDetail, steps: StepPage, *, full: bool, as_jso
         waits.print_question(screen, detail.wait)
     if detail.membership is not None:
         _print_upstreams(screen, detail.membership)
-    _print_table(screen, "Waitpoints", [_waitpoint(one, detail) for one in detail.waitpoints])
+    _print_waitpoints(screen, detail)
     _print_table(screen, "Signals", [waits.signal_row(one) for one in detail.signals])
     print_steps(screen, steps)
-    _print_table(screen, "Attempts", [_attempt(one, detail.now_ms) for one in detail.attempts])
+    attempts = [_attempt(one, detail.now_ms) for one in detail.attempts]
+    _print_table(screen, "Attempts", attempts, ("TYPE", "TOOK", "WORKER"))
     _print_table(screen, "History", [_event(event) for event in detail.history])
     if info.failure_reason and "\n" in info.failure_reason:
         # The traceback follows the first line.
@@ -155,6 +158,7 @@ def _flow(detail: ExecutionDetail) -> str | None:
 
 
 def _print_upstreams(screen: Screen, place: Membership) -> None:
+    length = short_length(each.execution_id.uuid for each in place.upstreams)
     rows: list[Row] = [
         {
             "NODE": (each.name, "bold"),
@@ -165,13 +169,13 @@ def _print_upstreams(screen: Screen, place: Membership) -> None:
                 each.dependency_kind, "success"
             ),
             "INPUT": each.input_name or "-",
-            "ID": each.execution_id.compact,
+            "ID": id_cell(each.execution_id, length if screen.terminal else None),
         }
         for each in place.upstreams
     ]
     more = place.upstream_count - len(rows)
     title = f"Upstreams ({place.open_count:,} of {place.upstream_count:,} open)"
-    _print_table(screen, title, rows)
+    _print_table(screen, title, rows, ("BY", "INPUT"))
     if more:
         screen.line(f"  … and {more:,} more")
 
@@ -192,19 +196,25 @@ def _first_line(text: str) -> str:
     return text.partition("\n")[0]
 
 
-def _print_table(screen: Screen, title: str, rows: list[Row]) -> None:
+def _print_table(screen: Screen, title: str, rows: list[Row], optional: Sequence[str] = ()) -> None:
     if rows:
         screen.section(title)
-        screen.table(rows)
+        screen.table(rows, optional)
 
 
-def _waitpoint(one: OpenWaitpoint, detail: ExecutionDetail) -> Row:
+def _print_waitpoints(screen: Screen, detail: ExecutionDetail) -> None:
     until = None if detail.wait is None else detail.wait.until
-    return (
+    length = short_length(one.waitpoint_id for one in detail.waitpoints)
+    rows = [
         {"KEY": (one.waitpoint_key, "magenta"), "STATE": one.state}
         | waits.signal_cells(one, until, detail.now_ms)
-        | {"ID": one.waitpoint_id, "TOKEN": waits.token_cell(one)}
-    )
+        | {
+            "ID": one.waitpoint_id[: length if screen.terminal else None],
+            "TOKEN": waits.token_cell(one),
+        }
+        for one in detail.waitpoints
+    ]
+    _print_table(screen, "Waitpoints", rows, ("TOKEN", "SINCE"))
 
 
 def _attempt(attempt: AttemptRecord, now_ms: int) -> Row:

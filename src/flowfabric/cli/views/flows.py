@@ -58,10 +58,10 @@ def print_flows(found: NewestFlows, *, filtered: bool) -> None:
         return
     length = short_length(row.flow_id for row in found.rows) if screen.terminal else None
     namespaces = any(row.namespace != "default" for row in found.rows)
-    screen.table([_flow_row(row, found.now_ms, length, namespaces) for row in found.rows])
+    rows = [_flow_row(row, found.now_ms, length, namespaces) for row in found.rows]
+    screen.table(rows, ("AGE",))
     if screen.terminal:
-        screen.line()
-        screen.line((_totals(found), "bright_black"))
+        screen.note(_totals(found))
 
 
 def _flow_row(row: FlowListing, now_ms: int, length: int | None, namespace: bool) -> Row:  # noqa: FBT001

@@ -4,7 +4,7 @@ from flowfabric.cli.views.screen import Row
 from flowfabric.core.text import age
 from flowfabric.engine.lane_overview import LaneOverview
 
-OPTIONAL_COLUMNS = ("FINISHED", "WORKERS", "BLOCKED", "DELAYED")
+OPTIONAL_COLUMNS = ("FINISHED", "WORKERS", "BLOCKED", "DELAYED", "SUSPENDED", "OLDEST")
 """What a narrow terminal does not show, the least important one first."""
 STATE_STYLES = {"active": "green", "paused": "yellow", "draining": "yellow", "disabled": "red"}
 

@@ -26,8 +26,7 @@ def print_listing(listing: ExecutionListing, *, filtered: bool) -> None:
         screen.line("No execution matches." if filtered else "No executions yet.")
     elif screen.terminal:
         screen.table(_fitted(listing, screen))
-        screen.line()
-        screen.line((_footer(listing), "bright_black"))
+        screen.note(_footer(listing))
     else:
         screen.table(_rows(listing, None))
 

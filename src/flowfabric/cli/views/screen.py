@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
+from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -20,8 +21,10 @@ Cell = str | tuple[str, str]
 Row = dict[str, Cell]
 """The cells of a table row by their headers. All rows of a table have the same headers."""
 
-_MAX_WIDTH = 40
-"""The width limit of every column but the last."""
+_SPACE = 2
+"""The space between columns."""
+_READABLE, _READABLE_LAST, _LEAST = 24, 18, 14
+"""How narrow columns become: before optional ones are dropped, the last one, and after that."""
 
 _STATE_STYLES = {
     "waiting": "yellow",
@@ -124,27 +127,37 @@ class Screen:
         """Print a table. A narrow terminal gets no optional columns; a pipe gets all text."""
         if self.terminal:
             fitted = drop_columns(rows, optional, self.console.width)
-            table = self.render_table(fitted, wrap=True)
-            if (width := _least_width(fitted)) > self.console.width:
-                # Rich would leave columns out; the terminal wraps what does not fit.
-                table.width = width
-            self.console.print(table, crop=False)
+            self.console.print(self.render_table(fitted, wrap=True), crop=False)
             return
         widths = _widths(rows)
         for cells in (widths, *(map(_plain, row.values()) for row in rows)):
-            line = "  ".join(map(str.ljust, cells, widths.values()))
-            sys.stdout.write(f"{line.rstrip()}\n")
+            padded = map(_padded, cells, widths.values())
+            sys.stdout.write(f"{(' ' * _SPACE).join(padded).rstrip()}\n")
 
     def render_table(self, rows: Sequence[Row], *, wrap: bool = False) -> Table:
-        """A table for a terminal. If it is too wide, the last column is wrapped or cut."""
-        table = Table(box=None, pad_edge=False, header_style="bright_black", padding=(0, 2, 0, 0))
-        *others, last = _widths(rows).items() or [("", 0)]
-        for header, width in others:
-            table.add_column(header, no_wrap=True, min_width=min(width, _MAX_WIDTH))
-        table.add_column(last[0], no_wrap=not wrap, overflow="fold" if wrap else "ellipsis")
+        """A table for a terminal. The cells of columns that are too wide are wrapped or cut."""
+        widths = _fitted_widths(rows, self.console.width)
+        # Rich would leave columns out if the table is still too wide. The terminal wraps it.
+        width = sum(widths) + _SPACE * (len(widths) - 1)
+        padding = (0, _SPACE, 0, 0)
+        table = Table(
+            box=None, pad_edge=False, header_style="bright_black", padding=padding, width=width
+        )
+        for header, each in zip(rows[0], widths, strict=True):
+            overflow = "fold" if wrap else "ellipsis"
+            table.add_column(header, width=each, no_wrap=not wrap, overflow=overflow)
         for row in rows:
             table.add_row(*map(_text, row.values()))
         return table
+
+    def prose(self, cell: Cell) -> None:
+        """Print text that nobody copies: a terminal gets no line that ends within a word."""
+        self.console.print(_text(cell), soft_wrap=not self.terminal)
+
+    def note(self, text: str) -> None:
+        """Print a remark below a table, with an empty line above it."""
+        self.line()
+        self.prose((text, "bright_black"))
 
     def section(self, title: str) -> None:
         """Print a heading with an empty line above it."""
@@ -184,11 +197,37 @@ def drop_columns(rows: Sequence[Row], optional: Sequence[str], width: int) -> Se
 
 
 def _least_width(rows: Sequence[Row]) -> int:
-    """The width of a table whose last column is folded down to its header."""
-    *others, last = _widths(rows).items() or [("", 0)]
-    return sum(min(needed, _MAX_WIDTH) + 2 for _, needed in others) + len(last[0])
+    """The width of a table with columns that are as narrow as one reads well."""
+    *others, last = _widths(rows).values() or [0]
+    least = (*(min(width, _READABLE) for width in others), min(last, _READABLE_LAST))
+    return sum(least) + _SPACE * len(others)
+
+
+def _fitted_widths(rows: Sequence[Row], width: int) -> list[int]:
+    """The widths of the columns: the widest give way first; the last one gives way further."""
+    fitted = list(_widths(rows).values())
+    room = width - _SPACE * (len(fitted) - 1)
+    fitted = _limited(fitted, room, _READABLE)
+    fitted[-1] = max(min(fitted[-1], _READABLE_LAST), min(fitted[-1], room - sum(fitted[:-1])))
+    return _limited(fitted, room, _LEAST)
+
+
+def _limited(widths: list[int], room: int, least: int) -> list[int]:
+    limit = max(widths)
+    while sum(widths) > room and limit > least:
+        limit -= 1
+        widths = [min(each, limit) for each in widths]
+    return widths
 
 
 def _widths(rows: Sequence[Row]) -> dict[str, int]:
     headers = rows[0] if rows else ()
-    return {name: max(len(name), *(len(_plain(row[name])) for row in rows)) for name in headers}
+    return {
+        name: max(cell_len(name), *(cell_len(_plain(row[name])) for row in rows))
+        for name in headers
+    }
+
+
+def _padded(text: str, width: int) -> str:
+    # A Chinese character is as wide as two letters.
+    return text + " " * (width - cell_len(text))

@@ -29,7 +29,7 @@ def print_steps(screen: Screen, page: StepPage) -> None:
         return
     more = "" if page.next_after_seq is None else " (the first ones; --full shows all)"
     screen.section(f"Steps{more}")
-    screen.table([_step(each) for each in page.steps])
+    screen.table([_step(each) for each in page.steps], ("ATTEMPT", "KIND", "TOOK"))
 
 
 def _step(step: StepRecord) -> Row:

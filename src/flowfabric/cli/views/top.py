@@ -11,6 +11,7 @@ from flowfabric.cli.views.lanes import OPTIONAL_COLUMNS, lane_row
 from flowfabric.cli.views.screen import Row, Screen, drop_columns, id_cell
 from flowfabric.core.text import age, clock, plural
 from flowfabric.engine.api.upkeep import Leader
+from flowfabric.engine.lane_overview import LaneOverview
 from flowfabric.engine.live_overview import DimensionUse, LiveOverview, WorkerOverview
 from flowfabric.engine.overview import Wait
 from flowfabric.scanners.board import ScannerBoard, ScannerLine
@@ -66,8 +67,10 @@ def _rate(per_s: float | None) -> str:
 def sections(frame: TopFrame) -> list[Section]:
     """Every table of a frame."""
     overview, now = frame.overview, frame.overview.now_ms
-    lanes = [lane_row(lane) for lane in overview.lanes or ()]
-    workers = [_worker(worker, now) for worker in overview.workers or ()]
+    # The busiest first: a terminal may show only the first rows.
+    lanes = [lane_row(lane) for lane in sorted(overview.lanes or (), key=_load, reverse=True)]
+    by_runs = sorted(overview.workers or (), key=lambda one: one.leases or 0, reverse=True)
+    workers = [_worker(worker, now) for worker in by_runs]
     suspended = overview.total("suspended")
     waiting = f"Waiting for an answer ({suspended:,})" if suspended else "Waiting for an answer"
     return [
@@ -91,6 +94,11 @@ def sections(frame: TopFrame) -> list[Section]:
             _none(overview.budgets, "None."),
         ),
     ]
+
+
+def _load(lane: LaneOverview) -> tuple[int, int]:
+    """What matters most in a lane: work that could run, then work that waits for its time."""
+    return lane.waiting + lane.active + lane.blocked, lane.delayed + lane.suspended
 
 
 def _none(found: Sequence[object] | None, text: str) -> str:
@@ -184,9 +192,10 @@ def render(frame: TopFrame | str, where: str, screen: Screen) -> RenderableType:
     head = Text.assemble((f"FlowFabric {where}", "bold"), ("  press q to quit", "bright_black"))
     if isinstance(frame, str):
         return Group(head, Text(frame, "bold red"))
-    parts: list[RenderableType] = [head, *(Text(line) for line in summary(frame))]
+    texts = [head, *map(Text, summary(frame))]
     found = sections(frame)
-    room = _rows_each(found, screen.console.height - len(parts))
+    room = _rows_each(found, screen.console.height - _height(texts, screen), screen)
+    parts: list[RenderableType] = [*texts]
     for section in found:
         parts += [Text(), Text(section.title, "bold")]
         if not section.rows:
@@ -199,12 +208,18 @@ def render(frame: TopFrame | str, where: str, screen: Screen) -> RenderableType:
     return Group(*parts)
 
 
-def _rows_each(found: Sequence[Section], height: int) -> int:
+def _height(texts: Sequence[Text], screen: Screen) -> int:
+    """How many lines texts take, which a narrow terminal wraps."""
+    return sum(len(text.wrap(screen.console, screen.console.width)) for text in texts)
+
+
+def _rows_each(found: Sequence[Section], height: int, screen: Screen) -> int:
     """How many rows each table may have, so that all of them fit."""
-    longest = max(len(section.rows) for section in found)
-    for room in range(longest, 1, -1):
-        # A blank line, the title, the header, and how many more there are.
-        lines = (3 + min(room, len(s.rows)) + (len(s.rows) > room) for s in found)
-        if sum(lines) <= height:
+    filled = [len(section.rows) for section in found if section.rows]
+    # A blank line, the title, and the header of a table or what is printed instead of one.
+    height -= 2 * len(found) + len(filled)
+    height -= _height([Text(each.otherwise) for each in found if not each.rows], screen)
+    for room in range(max(filled, default=1), 1, -1):
+        if sum(min(room, rows) + (rows > room) for rows in filled) <= height:
             return room
     return 1

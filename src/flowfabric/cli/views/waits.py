@@ -13,6 +13,8 @@ from flowfabric.engine.api.waitpoints import LastWait
 from flowfabric.engine.overview import Wait
 from flowfabric.sdk.diagnosis import accepted_signals
 
+_OPTIONAL_COLUMNS = ("TOKEN", "WAITPOINT", "SINCE", "LANE", "SIGNALS")
+"""Dropped in this order when the terminal is too narrow."""
 _ENDINGS = {
     "cancelled": "ended when its execution was cancelled",
     "resumed": "was resumed by an operator",
@@ -70,8 +72,7 @@ def print_waits(waits: Sequence[Wait], left_out: int, now_ms: int) -> None:
         text += "Answer one with `flowfabric approve ID`."
         if left_out:
             text += f" Showing the {len(waits)} that time out first; raise --limit for more."
-        screen.line()
-        screen.line((text, "bright_black"))
+        screen.note(text)
 
 
 def print_wait(wait: Wait, last: LastWait | None, now_ms: int) -> None:
@@ -104,7 +105,7 @@ def _print_table(screen: Screen, waits: Sequence[Wait], now_ms: int) -> None:
         for one in wait.waitpoints or [None]:
             prompt: Row = {"PROMPT": (one and one.prompt) or "-"} if asks else {}
             rows.append(head | prompt | _cells(wait, one, now_ms, length))
-    screen.table(rows)
+    screen.table(rows, _OPTIONAL_COLUMNS)
 
 
 def _cells(wait: Wait, one: OpenWaitpoint | None, now_ms: int, length: int | None) -> Row:
