@@ -116,7 +116,7 @@ async def test_which_capability_keeps_it_waiting(cli: Cli, engine: Engine) -> No
         )
     detail = await as_json(cli, waiting)
     assert detail["summary"] == (
-        "2 live workers serve lane video, but the best match lacks cuda (w-2): "
+        "2 live workers serve lane video, but the closest match lacks cuda (w-2): "
         "start one with `flowfabric worker module:app --lanes video --capabilities cuda,gpu`"
     )
     assert detail["why_not_running"]["missing_capabilities"] == ["cuda"]

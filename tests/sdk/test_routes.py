@@ -88,7 +88,7 @@ async def test_explanations_name_the_way_out(engine: Engine, make_worker: MakeWo
 
     assert "no live worker serves lane default and offers gpu" in await text(gpu)
     worker = await make_worker(capabilities=["ssd"])
-    assert "1 live worker serves lane default, but the best match lacks gpu" in await text(gpu)
+    assert "1 live worker serves lane default, but the closest match lacks gpu" in await text(gpu)
     assert "but none serves namespace acme" in await text(acme)
     assert "--namespace acme" in (await client.explain(acme)).next_steps[0]
     assert "it starts as soon as one is free" in await text(plain)

@@ -219,7 +219,7 @@ class IdempotencyConflict(ConflictError):
         return (
             f"the key {self.key!r} of task {self.kind} belongs to execution "
             f"{self.existing_id.compact}, which was submitted with other arguments or to another "
-            f"lane; {self.refused_id.compact} was not stored"
+            "lane. The new call was not stored"
         )
 
 

@@ -69,7 +69,7 @@ class Fabric(AsyncClosing):
             enable_tracing()
         self.tasks: dict[str, TaskFunction[..., Any, ..., Any]] = {}
         self.location = ServerLocation(url)
-        self._opening: asyncio.Task[Client] | None = None
+        self._openings: dict[asyncio.AbstractEventLoop, asyncio.Task[Client]] = {}
 
     def __repr__(self) -> str:
         tasks = plural(len(self.tasks), "task")
@@ -98,20 +98,27 @@ class Fabric(AsyncClosing):
 
     async def client(self) -> Client:
         """The connected client of this application and event loop."""
-        opening = self._opening
-        # A client belongs to the loop that it was made in.
-        if opening is None or opening.get_loop() is not asyncio.get_running_loop():
-            opening = self._opening = asyncio.create_task(self._open())
+        loop = asyncio.get_running_loop()
+        # A client belongs to the loop that it was made in; threads may each run a loop.
+        opening = self._openings.get(loop)
+        if opening is None:
+            self._forget_ended_loops()
+            opening = self._openings[loop] = asyncio.create_task(self._open())
         try:
             return await asyncio.shield(opening)
         except BaseException as error:
             # The next caller tries to connect again.
-            if opening.done() and self._opening is opening:
-                self._opening = None
+            if opening.done() and self._openings.get(loop) is opening:
+                del self._openings[loop]
             caller = asyncio.current_task()
             if opening.cancelled() and not (caller and caller.cancelling()):
                 raise TransportError("transport", "the application was closed") from error
             raise
+
+    def _forget_ended_loops(self) -> None:
+        for loop in list(self._openings):
+            if loop.is_closed():
+                self._openings.pop(loop, None)
 
     async def _open(self) -> Client:
         return Client(await self.location.open(), self.namespace)
@@ -301,18 +308,22 @@ class Fabric(AsyncClosing):
     def twin(self) -> Self:
         """The same application with connections of its own, for another event loop."""
         twin = copy.copy(self)
-        twin._opening = None  # noqa: SLF001
+        twin._openings = {}  # noqa: SLF001
         return twin
 
     async def aclose(self) -> None:
-        """Close connections and release the embedded Valkey."""
+        """Close this event loop's connections, and release the embedded Valkey.
+
+        Workers and other event loops that still use the application keep the embedded Valkey.
+        """
         await self.disconnect()
         self.location.close()
 
     async def disconnect(self) -> None:
         """Close connections; the next use opens new ones. The embedded Valkey keeps running."""
-        opening, self._opening = self._opening, None
-        if opening is None or opening.get_loop() is not asyncio.get_running_loop():
+        self._forget_ended_loops()
+        opening = self._openings.pop(asyncio.get_running_loop(), None)
+        if opening is None:
             return
         opening.cancel()
         await asyncio.wait([opening])

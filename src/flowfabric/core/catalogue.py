@@ -37,16 +37,16 @@ _CODES = """
 execution_not_found T Check the id; a finished execution is deleted when its retention ends.
 flow_not_found T Check the flow id; create the flow before adding to it.
 attempt_not_found T Check the attempt index; it must be below the execution's attempt count.
-budget_not_found T Check the name or id against the list of budgets; create the budget first.
+budget_not_found T Check the name or id, or create the budget first.
 reservation_not_found T The hold was settled, released or never made; reserve again.
-quota_policy_not_found T Check the name or id against the list of quotas; create the quota first.
+quota_policy_not_found T Check the name or id, or create the quota first.
 lane_not_found T Check the lane name; a lane exists once something was submitted to it.
 waitpoint_not_found R Check the waitpoint id; if it was just created, repeat the call.
 result_not_found T The execution has not finished, did not succeed, or has no result.
 summary_not_found T This attempt wrote no summary frames.
 waitpoint_token_not_found T The waitpoint is unknown, closed or belongs to another execution.
 rotation_not_found T Check the rotation id; records are kept for 24 hours.
-scanner_not_found T Check the scanner name against the list of scanners.
+scanner_not_found T Check the name; the reference lists all scanners.
 no_eligible_execution E No work is waiting here; try again later.
 stream_not_found E The attempt wrote no output.
 # validation 400
@@ -54,7 +54,7 @@ invalid_input T Correct the named field and call again.
 invalid_cursor T Start again without a cursor, or pass the one returned last, unchanged.
 invalid_policy_json T Correct the named policy field and submit again.
 invalid_capabilities T Pass a list such as ["gpu"], without commas, spaces or the prefix task:.
-invalid_tag_key T Name tags like app.name: lower case, digits, underscores, a dot; not ff.name.
+invalid_tag_key T Use keys such as app.name: lower-case letters, digits, underscores, a dot; not ff.*.
 partition_mismatch T Set FF_*_PARTITIONS to the stored counts; create a member's id for its flow.
 payload_too_large T Store the data elsewhere and pass a reference, or raise the limit.
 fence_required T Pass the lease fence of the claimed task.
@@ -131,7 +131,7 @@ lease_revoked T Stop work: an operator revoked the lease.
 execution_not_terminal T Wait until the execution finishes, or cancel it.
 max_replays_exhausted T Submit a new execution, or raise max_replay_count in the policy.
 replay_not_allowed T The replay count is not the expected one; read the execution again.
-max_retries_exhausted T It lost its worker too often and failed; replay it to run it again.
+max_retries_exhausted T The execution lost its worker too often; replay it to run it again.
 lane_not_accepting T Submit to another lane, or set this lane to active.
 attempt_not_started T Claim the execution first.
 attempt_already_terminal I The attempt has ended; nothing to do.
@@ -139,7 +139,7 @@ target_not_signalable T The execution is not waiting; do not send this signal ag
 waitpoint_closed I The wait has ended; nothing to do.
 execution_not_suspended I The execution is not suspended; nothing to do.
 already_suspended I The execution is suspended; nothing to do.
-already_satisfied I The condition holds; nothing to do.
+already_satisfied I The condition is met; nothing to do.
 waitpoint_not_pending I The waitpoint is in use or closed.
 waitpoint_not_open I The waitpoint is closed.
 pending_waitpoint_expired I Create a new waitpoint.
@@ -152,7 +152,7 @@ not_runnable T Dependencies can only be added before the execution is claimed.
 terminal T The execution has finished.
 not_blocked_by_deps I The execution waits for no dependency.
 deps_not_satisfied I Dependencies are still open.
-budget_exceeded C Stop spending: finish, fail or suspend the execution as the budget says.
+budget_exceeded C Stop spending: finish, fail or suspend the execution as the budget specifies.
 budget_soft_exceeded I Spending passed the soft limit; work may continue.
 cursor_expired T/410 Events after this cursor were trimmed; resume from the oldest event.
 resume_condition_not_met I More signals are needed.
@@ -163,7 +163,7 @@ budget_override_not_allowed T This budget does not allow an override.
 rate_limit_exceeded R Wait until the current rate window has passed.
 concurrency_limit_exceeded R Wait until running work of this quota finishes.
 signature_limit_exceeded R Use fewer different sets of required capabilities on this lane.
-resource_exhausted R Wait for the given time and repeat, or raise the limit.
+resource_exhausted R Wait for the given time and repeat the call, or raise the limit.
 worker_at_capacity R Wait until a running task finishes, or raise max_concurrent_tasks.
 client_rate_limited R Slow down, or raise the client's rate limit.
 # bug 500

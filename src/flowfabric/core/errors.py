@@ -51,7 +51,7 @@ class WorkerAtCapacity(FlowFabricError):
         return True
 
     def __str__(self) -> str:
-        return f"{self.code} — {CATALOGUE[self.code].hint}"
+        return f"{self.code}: {CATALOGUE[self.code].hint}"
 
 
 class TaskFinishedError(FlowFabricError):
@@ -65,7 +65,7 @@ class TaskFinishedError(FlowFabricError):
     def __str__(self) -> str:
         task = f"task {compact_ids(self.execution_id)}" if self.execution_id else "this task"
         how = f" by {self.finished_by}" if self.finished_by else ""
-        return f"{task} was already ended{how} — end a task only once"
+        return f"{task} was already ended{how}; end a task only once"
 
 
 class LeaseLost(FlowFabricError):
@@ -81,7 +81,7 @@ class LeaseLost(FlowFabricError):
         whose = f" of {compact_ids(self.execution_id)}" if self.execution_id else ""
         entry = CATALOGUE.get(self.code)
         why = self.reason or (entry.hint if entry else "stop work")
-        return f"lease{whose} lost: {self.code} — {why}"
+        return f"lease{whose} lost ({self.code}): {why}"
 
 
 class PossiblySucceeded(FlowFabricError):
@@ -108,7 +108,7 @@ class PossiblySucceeded(FlowFabricError):
     def __str__(self) -> str:
         target = f" of {compact_ids(self.execution_id)}" if self.execution_id else ""
         cause = f" ({self.message})" if self.message else ""
-        return f"{self.op}{target}: no reply{cause} — read the state before repeating"
+        return f"{self.op}{target}: no reply{cause}; read the state before repeating the call"
 
 
 class RetryableError(FlowFabricError):
@@ -140,7 +140,7 @@ class EngineError(FlowFabricError):
     """An error with a code of the catalogue.
 
     >>> str(EngineError("invalid_claim_grant"))
-    'invalid_claim_grant — Ask for a new grant.'
+    'invalid_claim_grant: Ask for a new grant.'
     """
 
     by_group: ClassVar[dict[str, "type[EngineError]"]] = {}
@@ -192,9 +192,15 @@ class EngineError(FlowFabricError):
         """The details in one line for people, with the meaning of their words."""
         return compact_ids(", ".join(map(explained, self.details)))
 
+    @property
+    def problem(self) -> str:
+        """The code and what happened, without the hint."""
+        return f"{self.code}: {self.explanation}" if self.details else self.code
+
     def __str__(self) -> str:
-        head = f"{self.code}: {self.explanation}" if self.details else self.code
-        return f"{head} — {self.hint}"
+        if not self.explanation:
+            return f"{self.problem}: {self.hint}"
+        return f"{self.problem.removesuffix('.')}. {self.hint}"
 
 
 class NotFoundError(EngineError, groups="not_found"):
@@ -342,10 +348,11 @@ class TransportError(EngineError):
             return "The call may have taken effect; read the state before repeating it."
         return FAULT_KINDS[self.kind].hint
 
-    def __str__(self) -> str:
+    @property
+    def problem(self) -> str:
         # One kind has the name of the code.
         parts = dict.fromkeys(part for part in (self.code, self.kind, self.message) if part)
-        return compact_ids(f"{': '.join(parts)} — {self.hint}")
+        return compact_ids(": ".join(parts))
 
 
 class ReplyError(TransportError):

@@ -92,7 +92,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 msgspec.structs.force_setattr(self, field, check(getattr(self, field)))
             except EngineError as error:
                 problem = error.detail.removeprefix(f"{field}: ")
-                advice = f" — {error.hint}" if error.code == "invalid_capabilities" else ""
+                advice = f". {error.hint}" if error.code == "invalid_capabilities" else ""
                 raise ConfigError("worker", problem + advice, field) from error
         if not self.lanes:
             raise ConfigError("worker", "at least one lane is required")

@@ -251,7 +251,7 @@ def _for_upstreams(detail: ExecutionDetail, why: WhyWaiting) -> str:
 
 
 def _rerun_of_upstream(detail: ExecutionDetail) -> str:
-    """How to go on after the replay of a member alone; empty if its upstreams have not ended."""
+    """What to rerun after a member was replayed alone; empty if no upstream of it has failed."""
     if not detail.execution.replay_count or detail.membership is None:
         return ""
     for each in detail.membership.upstreams:
@@ -336,7 +336,7 @@ def _which_worker(info: ExecutionInfo, why: WhyWaiting) -> str:
         knows = f" and {'knows' if workers == 1 else 'know'} task {task}" if why.offered_to else ""
         return f"{_serve(workers)} lane {lane}{knows}; it starts as soon as one is free"
     if why.unknown_task is not None:
-        offered = f"; last offered to {why.offered_to}" if why.offered_to else ""
+        offered = f" (last offered to {why.offered_to})" if why.offered_to else ""
         problem = f"no live worker knows task {why.unknown_task}{offered}"
         return f"{problem}: start one that does with {_worker_command(info)}"
     problem = f"no live worker serves lane {lane}"
@@ -345,7 +345,7 @@ def _which_worker(info: ExecutionInfo, why: WhyWaiting) -> str:
         problem = f"{others}, but none serves namespace {info.namespace}"
     elif why.live_workers and why.missing_capabilities:
         lacks = ", ".join(why.missing_capabilities)
-        problem = f"{_serve(why.live_workers)} lane {lane}, but the best match lacks {lacks}"
+        problem = f"{_serve(why.live_workers)} lane {lane}, but the closest match lacks {lacks}"
         if why.closest_workers:
             problem += f" ({', '.join(why.closest_workers[:_NAMED])})"
     elif needs:

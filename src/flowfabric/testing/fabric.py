@@ -76,12 +76,12 @@ class TestFabric(Fabric):
     @contextlib.contextmanager
     def _redirected(self, app: Fabric) -> Generator[None]:
         # A client that is connected elsewhere serves again after the test.
-        opening, app._opening = app._opening, None  # noqa: SLF001
+        openings, app._openings = app._openings, {}  # noqa: SLF001
         try:
             with app.location.redirected(self._engine.address):
                 yield
         finally:
-            app._opening = opening  # noqa: SLF001
+            app._openings = openings  # noqa: SLF001
 
     async def drain(self, timeout: Duration = 30) -> list[Ended]:
         """Run everything that can run now, until nothing is left; returns what ended.

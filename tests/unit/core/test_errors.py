@@ -166,10 +166,10 @@ def test_every_code_becomes_a_typed_helpful_picklable_error(code: str) -> None:
 def test_the_text_of_an_error_reads_code_detail_hint() -> None:
     error = engine_error("invalid_input", ["lane_id: Empty"], "create")
     assert str(error) == (
-        "invalid_input: lane_id: Empty (it must not be empty) — Correct the named field and call "
+        "invalid_input: lane_id: Empty (it must not be empty). Correct the named field and call "
         "again."
     )
-    assert str(engine_error("stale_lease")).startswith("stale_lease — Stop work")
+    assert str(engine_error("stale_lease")).startswith("stale_lease: Stop work")
     assert error.details == ("lane_id: Empty",)
     assert error.detail == "lane_id: Empty"
 
@@ -266,7 +266,7 @@ def test_transport_faults_by_kind(kind: str, *, repeat: bool) -> None:
     assert plain.error_class == ("R" if repeat else "T")
     assert (plain.code, plain.http_status, plain.op) == ("transport", 500, "claim")
     said = "" if kind == "transport" else f"{kind}: "
-    assert str(plain).startswith(f"transport: {said}boom — ")
+    assert str(plain).startswith(f"transport: {said}boom. ")
     lost = TransportError(kind, "boom", ambiguous=True)
     assert not lost.safe_to_repeat
     assert lost.retryable is repeat
@@ -319,11 +319,11 @@ def test_local_errors_pickle_and_copy(error: FlowFabricError) -> None:
 
 
 def test_local_errors_say_what_happened() -> None:
-    assert str(LOCAL[2]) == ("task {fp:1}:x was already ended by complete — end a task only once")
-    assert str(LOCAL[3]).startswith("lease lost: lease_revoked — Stop work")
-    assert str(LOCAL[4]) == "lease of {fp:1}:x lost: renewal_deadline — no renewal for 30 s"
+    assert str(LOCAL[2]) == ("task {fp:1}:x was already ended by complete; end a task only once")
+    assert str(LOCAL[3]).startswith("lease lost (lease_revoked): Stop work")
+    assert str(LOCAL[4]) == "lease of {fp:1}:x lost (renewal_deadline): no renewal for 30 s"
     assert str(LOCAL[5]) == (
-        "complete of {fp:1}:x: no reply (connection lost) — read the state before repeating"
+        "complete of {fp:1}:x: no reply (connection lost); read the state before repeating the call"
     )
     assert WorkerAtCapacity().code == "worker_at_capacity"
     assert (WorkerAtCapacity().retryable, LOCAL[0].retryable) == (True, False)
@@ -364,9 +364,9 @@ def test_every_exception_of_the_module_is_an_error_of_the_product() -> None:
         ("lane: TooLong(65)", "lane: TooLong(65) (the limit is 64 bytes)"),
         ("execution_id: InvalidUuid: 'x'", "execution_id: InvalidUuid: 'x' (a UUID has 32 lower"),
         ("required:not_array", 'required:not_array (pass a list such as ["gpu"])'),
-        ("cursor: Empty: give start, end", "cursor: Empty: give start, end —"),
-        ("priority: must be a number", "priority: must be a number —"),
-        ("Empty", "Empty —"),
+        ("cursor: Empty: give start, end", "cursor: Empty: give start, end."),
+        ("priority: must be a number", "priority: must be a number."),
+        ("Empty", "Empty."),
     ],
 )
 def test_detail_words_are_explained_to_people_only(detail: str, shown: str) -> None:

@@ -132,8 +132,8 @@ async def _create(
         text = "exists"
         if made.differs:
             given = " ".join(f"{each}={limit}" for each, limit in _limits(limits).items())
-            again = f"flowfabric budget raise {as_argument(made.budget_id)} {given or 'DIMENSION=LIMIT'}"
-            text += f" with other settings. Change limits with: {again}"
+            change = f"budget raise {as_argument(made.budget_id)} {given or 'DIMENSION=LIMIT'}"
+            text += f" with other settings. Change limits with: flowfabric {change}"
     print_result(fields, f"{name}  ", text, as_json=target.as_json)
 
 

@@ -1,6 +1,7 @@
 """The engine on Valkey: every operation, by concern, behind one object."""
 
 import os
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Self
 
@@ -61,11 +62,15 @@ def check_settings() -> None:
     configured_library()
 
 
+def _nothing() -> None: ...
+
+
 class ValkeyBackend(ClosedOnce, Backend):
     """The engine on Valkey. One object per event loop; it owns its connections."""
 
     def __init__(self, transport: Transport, counts: PartitionCounts) -> None:
         super().__init__()
+        self.on_closed: Callable[[], None] = _nothing
         self.max_payload_bytes = _max_payload_bytes()
         self.transport = transport
         self.counts = counts
@@ -146,6 +151,7 @@ class ValkeyBackend(ClosedOnce, Backend):
     async def _close(self) -> None:
         """Close every connection; pending calls fail."""
         async with AsyncExitStack() as closing:
+            closing.callback(self.on_closed)
             closing.push_async_callback(self.transport.aclose)
             closing.push_async_callback(self.stream_pool.aclose)
             closing.push_async_callback(self._events.aclose)

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Mapping
 from contextlib import aclosing
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -155,7 +156,10 @@ class ValkeyLocation:
         else:
             self._address = from_url(place) if place else from_env(os.environ)
         self._server: EmbeddedServer | None = None
-        self._closings = 0
+        self._releases = 0
+        self._users: dict[object, asyncio.AbstractEventLoop] = {}
+        """The open backends, each with its event loop: threads may each run a loop of their own."""
+        self._close_after_users = False
         self._lock = threading.Lock()
 
     @property
@@ -173,17 +177,17 @@ class ValkeyLocation:
         if self._address is not None:
             return self._address
         if self._server is None:
-            await asyncio.to_thread(self._acquire, self._closings)
+            await asyncio.to_thread(self._acquire, self._releases)
         server = self._server
         if server is None:
             raise ConfigError("embedded", "the server was released")
         return server.address
 
-    def _acquire(self, closings: int) -> None:
+    def _acquire(self, releases: int) -> None:
         """In a thread, which cannot be cancelled: a second hold, or one after `close`, is freed."""
         server = start_embedded()
         with self._lock:
-            if self._server is None and self._closings == closings:
+            if self._server is None and self._releases == releases:
                 self._server = server
                 return
         server.release()
@@ -196,16 +200,28 @@ class ValkeyLocation:
 
     async def open(self, *, name: str = "flowfabric", prepare: bool = False) -> Backend:
         """A backend in the running event loop; the embedded deployment is always prepared."""
-        if self.embedded:
-            # Refuse wrong settings before starting a server.
-            check_settings()
-        return await ValkeyBackend.connect(
-            await self.address(),
-            name=name,
-            prepare_with=configured_counts() if prepare or self.embedded else None,
-            revive=self._revive if self.embedded else None,
-            mint_secret=self._mint_secret if self.embedded else None,
-        )
+        if not self.embedded:
+            counts = configured_counts() if prepare else None
+            return await open_backend(await self.address(), name=name, prepare_with=counts)
+        # Refuse wrong settings before starting a server.
+        check_settings()
+        user = object()
+        with self._lock:
+            self._users[user] = asyncio.get_running_loop()
+            self._close_after_users = False
+        try:
+            backend = await ValkeyBackend.connect(
+                await self.address(),
+                name=name,
+                prepare_with=configured_counts(),
+                revive=self._revive,
+                mint_secret=self._mint_secret,
+            )
+        except BaseException:
+            self._leave(user)
+            raise
+        backend.on_closed = partial(self._leave, user)
+        return backend
 
     async def open_existing(self, *, name: str, connect_timeout: float) -> Backend:
         """A backend for a command: fails at once if no server answers, and sets nothing up."""
@@ -271,9 +287,22 @@ class ValkeyLocation:
             self._server.ensure_running()
 
     def close(self) -> None:
-        """Release the embedded Valkey; it stops after its last user."""
+        """Release the embedded Valkey when no backend opened here uses it any longer."""
+        self._close_after_users = True
+        self._release_unused()
+
+    def _leave(self, user: object) -> None:
         with self._lock:
+            del self._users[user]
+        if self._close_after_users:
+            self._release_unused()
+
+    def _release_unused(self) -> None:
+        with self._lock:
+            # A loop that has ended may have left its backends unclosed.
+            if not all(loop.is_closed() for loop in self._users.values()):
+                return
             server, self._server = self._server, None
-            self._closings += 1
+            self._releases += 1
         if server is not None:
             server.release()

@@ -125,7 +125,7 @@ async def _skew(transport: Transport) -> Finding:
 
 
 def _refused(name: str, error: errors.EngineError) -> Finding:
-    return broken(name, str(error).partition(" — ")[0], error.hint)
+    return broken(name, error.problem, error.hint)
 
 
 async def check_deployment(
