@@ -5,6 +5,7 @@ import logging
 import os
 import random
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -495,7 +496,5 @@ def _of_runs(ids: Sequence[ExecutionId], runs: Sequence[int], default: int | str
 
 async def _unless_missing(call: Awaitable[object]) -> None:
     """Make the call; a policy that does not exist limits nothing."""
-    try:
+    with suppress(NotFoundError):
         await call
-    except NotFoundError:
-        return
