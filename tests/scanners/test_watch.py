@@ -11,7 +11,8 @@ from flowfabric.scanners.jobs import due_scanners
 from flowfabric.scanners.settings import INTERVALS_S
 from flowfabric.scanners.watch import DueWatch, Territory
 from tests.support.engine import Engine
-from tests.support.scanning import DEFAULTS, create_delayed, running, until
+from tests.support.scanning import DEFAULTS, create_delayed, running
+from tests.support.sdk import until
 from tests.support.storage import commands
 
 HASTE = 5
