@@ -21,7 +21,8 @@ from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connect import connect
 from tests.support.command import Cli, Done
 from tests.support.engine import Engine
-from tests.support.scanning import running, until
+from tests.support.scanning import running
+from tests.support.sdk import until
 from tests.support.server import TestServer, free_port
 from tests.support.suspension import SECRET
 

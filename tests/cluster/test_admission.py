@@ -2,26 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
-import pytest
-
-from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.valkey.address import parse_url
 from tests.support.admission import budget, claimed, limited, quota, settled, slots, worker
-from tests.support.cluster import TestCluster
 from tests.support.engine import Engine
-
-
-@pytest.fixture
-async def engine(cluster: TestCluster) -> AsyncIterator[Engine]:
-    counts = PartitionCounts(flow=32)
-    backend = await ValkeyBackend.connect(parse_url(cluster.url), prepare_with=counts)
-    await backend.transport.call_all_primaries("FLUSHALL")
-    await backend.meta.prepare()
-    yield Engine(backend)
-    await backend.aclose()
 
 
 async def test_admission_across_nodes(engine: Engine) -> None:

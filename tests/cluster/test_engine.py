@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-
-import pytest
 
 import flowfabric as ff
 from flowfabric.core.conditions import Single
@@ -13,27 +10,14 @@ from flowfabric.core.contracts.executions import Created, NewExecution, RetrySch
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.contracts.suspension import Suspended
 from flowfabric.core.ids import ExecutionId
-from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.policy import parse_policy
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.supervisor import ScannerSupervisor
-from flowfabric.valkey.address import parse_url
 from tests.support.cluster import TestCluster
 from tests.support.sdk import until
 
 LANES = [f"lane-{number}" for number in range(12)]
-
-
-@pytest.fixture
-async def backend(cluster: TestCluster) -> AsyncIterator[ValkeyBackend]:
-    counts = PartitionCounts(flow=32)
-    connected = await ValkeyBackend.connect(parse_url(cluster.url), prepare_with=counts)
-    await connected.transport.call_all_primaries("FLUSHALL")
-    await connected.meta.prepare()
-    await connected.secrets.seed_at_boot("ab" * 32)
-    yield connected
-    await connected.aclose()
 
 
 async def create(backend: ValkeyBackend, lane: str) -> ExecutionId:

@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-
-import pytest
 
 import flowfabric as ff
-from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.supervisor import ScannerSupervisor
-from flowfabric.valkey.address import parse_url
 from tests.support.cluster import TestCluster
 from tests.support.engine import Engine
 from tests.support.flows import TestFlow, graph, submitted
 from tests.support.subflows import child, drained, parent
-
-
-@pytest.fixture
-async def engine(cluster: TestCluster) -> AsyncIterator[Engine]:
-    counts = PartitionCounts(flow=32)
-    backend = await ValkeyBackend.connect(parse_url(cluster.url), prepare_with=counts)
-    await backend.transport.call_all_primaries("FLUSHALL")
-    await backend.meta.prepare()
-    yield Engine(backend)
-    await backend.aclose()
 
 
 async def test_a_whole_flow_in_every_part_of_the_cluster(engine: Engine) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,25 +13,14 @@ from flowfabric.core.contracts.executions import Completed, Created, NewExecutio
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import TransportError
 from flowfabric.core.ids import ExecutionId
-from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.cluster import slot_of
 from tests.support.cluster import TestCluster
 
 LANE = "moving"
-
-
-@pytest.fixture
-async def backend(cluster: TestCluster) -> AsyncIterator[ValkeyBackend]:
-    counts = PartitionCounts(flow=32)
-    async with await ValkeyBackend.connect(parse_url(cluster.url), prepare_with=counts) as backend:
-        await backend.transport.call_all_primaries("FLUSHALL")
-        await backend.meta.prepare()
-        yield backend
 
 
 async def submit(backend: ValkeyBackend) -> ExecutionId:

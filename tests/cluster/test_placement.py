@@ -11,10 +11,7 @@ from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.api.workers import Draining
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.cluster import slot_of
-from tests.cluster.test_engine import backend
 from tests.support.cluster import TestCluster
-
-__all__ = ["backend"]
 
 LANE, SHARDS = "busy", 12
 

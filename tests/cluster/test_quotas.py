@@ -5,9 +5,6 @@ from __future__ import annotations
 from flowfabric.core.contracts.quotas import Admitted, RateExceeded
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from tests.cluster.test_engine import backend
-
-__all__ = ["backend"]
 
 
 async def test_policies_of_all_partitions(backend: ValkeyBackend) -> None:

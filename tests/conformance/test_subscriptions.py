@@ -14,6 +14,7 @@ from flowfabric.engine.events.cursor import cursor_text
 from tests.support.engine import Engine, refused
 from tests.support.lease_history import lived
 from tests.support.leases import mark, reclaim
+from tests.support.sdk import until
 from tests.support.suspension import GO, Waits
 
 T = TypeVar("T")
@@ -228,12 +229,6 @@ async def collect(subscription: Subscription[CompletionEvent], into: list[str]) 
         await subscription.ack(event.event_id)
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 async def test_members_of_a_group_share_the_events(engine: Engine) -> None:
     events = engine.backend.events
     seen: dict[str, list[str]] = {"a": [], "b": []}
@@ -243,9 +238,11 @@ async def test_members_of_a_group_share_the_events(engine: Engine) -> None:
         for feed, into in zip(feeds, seen.values(), strict=True)
     ]
     # The first member had taken everything; it returns what belongs to the second.
-    await until(lambda: feeds[1].cursor != feeds[0].cursor and len(feeds[1].cursor) > 500)
+    await until(
+        lambda: feeds[1].cursor != feeds[0].cursor and len(feeds[1].cursor) > 500, timeout=20
+    )
     ids = {str(await lived(engine, lane)) for lane in LANES}
-    await until(lambda: len(seen["a"]) + len(seen["b"]) >= len(ids))
+    await until(lambda: len(seen["a"]) + len(seen["b"]) >= len(ids), timeout=20)
     for feed in feeds:
         await feed.aclose()
     await asyncio.wait(reading)

@@ -9,9 +9,9 @@ import pytest
 from flowfabric.engine.metrics import Meter
 from flowfabric.engine.valkey import keys
 from flowfabric.observability import Gauges
-from flowfabric.valkey.transport import Transport
 from tests.support.engine import Engine
 from tests.support.flows import submitted, without_followups
+from tests.support.storage import commands
 from tests.support.suspension import Waits
 
 
@@ -177,14 +177,7 @@ async def test_what_cannot_be_read_keeps_its_last_value(
 async def test_a_refresh_within_the_cache_time_reads_nothing(engine: Engine, meter: Meter) -> None:
     cached = Gauges(engine.backend, meter, max_age_s=60)
     await cached.refresh()
-    before = await _commands(engine.backend.transport)
+    before = await commands(engine.backend)
     await cached.refresh()
     # The command that asks is one itself.
-    assert await _commands(engine.backend.transport) - before <= 1
-
-
-async def _commands(transport: Transport) -> int:
-    info = await transport.call("INFO", "stats")
-    text = info.decode() if isinstance(info, bytes) else str(info)
-    (line,) = [each for each in text.splitlines() if each.startswith("total_commands_processed")]
-    return int(line.partition(":")[2])
+    assert await commands(engine.backend) - before <= 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import nullcontext
 from functools import cache
@@ -29,6 +28,7 @@ from tests.server.conftest import serving
 from tests.support.engine import Engine, prepared_backend, refused
 from tests.support.flows import graph, submitted
 from tests.support.http_engine import over_http
+from tests.support.sdk import until
 from tests.support.server import TestServer
 from tests.support.suspension import Waits
 
@@ -109,8 +109,7 @@ async def test_one_trace_from_submit_to_complete(app: ff.Fabric, spans: Spans) -
     run = await parent.submit()
     async with app.worker():
         await run.result(timeout=10)
-        while len(spans.all("ff.complete_execution")) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: len(spans.all("ff.complete_execution")) == 2, "both ends")
     first, second = spans.all("ff.create_execution")
     ran, ran_child = spans.one("ff.run parent"), spans.one("ff.run child")
     assert parent_of(first) is None
@@ -142,8 +141,7 @@ async def test_every_attempt_of_a_retried_execution_is_in_its_trace(
     run = await flaky.submit()
     async with app.worker():
         await run.result(timeout=20)
-        while not spans.all("ff.complete_execution"):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: bool(spans.all("ff.complete_execution")), "the end")
     created = spans.one("ff.create_execution")
     first, second = spans.all("ff.run flaky")
     assert parent_of(first) == parent_of(second) == id_of(created)
@@ -325,8 +323,7 @@ async def test_a_trace_goes_through_the_server_to_the_worker(
         execution_id = made.json["Created"]["execution_id"]
         state = await http.get(f"/v1/executions/{execution_id}/state?wait_ms=10000")
         assert state.json == "completed"
-        while not spans.all("ff.complete_execution"):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: bool(spans.all("ff.complete_execution")), "the end")
     names = ("ff.create_execution", "ff.claim_execution", "ff.run resize", "ff.complete_execution")
     created, claimed, ran, completed = map(spans.one, names)
     assert f"{parent_of(created):016x}" == REMOTE.split("-")[2]

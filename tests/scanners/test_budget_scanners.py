@@ -16,7 +16,8 @@ from flowfabric.scanners.base import Cycle, ScanResult
 from flowfabric.scanners.budget_jobs import BudgetReconciler
 from tests.support.budgets import held, hold, new_budget, spend, used
 from tests.support.engine import Engine
-from tests.support.scanning import idle, members, plant, running, until
+from tests.support.scanning import idle, members, plant, running
+from tests.support.sdk import until
 
 HOUR = 3_600_000
 
@@ -66,7 +67,7 @@ async def test_a_running_scanner_resets_on_time(engine: Engine) -> None:
         return (await budgets.get_budget_status(budget_id)).reset_count >= 1
 
     async with running(engine.backend):
-        await until(is_reset, 5)
+        await until(is_reset, timeout=5)
 
 
 @pytest.mark.corrupts

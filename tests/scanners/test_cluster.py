@@ -14,7 +14,8 @@ from flowfabric.scanners.settings import INTERVALS_S
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.transport import Transport
 from tests.support.engine import TTL, Engine
-from tests.support.scanning import QUICK, idle, running, until
+from tests.support.scanning import QUICK, idle, running
+from tests.support.sdk import until
 from tests.support.server import TestServer, free_port
 
 

@@ -16,7 +16,8 @@ from flowfabric.scanners.base import ScanResult
 from flowfabric.scanners.settings import INTERVALS_S
 from tests.support.engine import TTL, Engine
 from tests.support.executions import Case
-from tests.support.scanning import DEFAULTS, create_delayed, idle, rings, running, until
+from tests.support.scanning import DEFAULTS, create_delayed, idle, rings, running
+from tests.support.sdk import until
 
 INDEXES = {
     "lease_expiry": "lease_expiry",

@@ -7,16 +7,8 @@ import pytest
 from flowfabric.core.state import PublicState
 from flowfabric.scanners.base import ScanResult
 from tests.support.engine import Engine
-from tests.support.scanning import (
-    DEFAULTS,
-    create_delayed,
-    idle,
-    members,
-    plant,
-    rings,
-    running,
-    until,
-)
+from tests.support.scanning import DEFAULTS, create_delayed, idle, members, plant, rings, running
+from tests.support.sdk import until
 
 
 async def test_due_becomes_eligible_and_rings(engine: Engine) -> None:

@@ -23,7 +23,8 @@ from tests.support.flows import (
     submitted,
     without_followups,
 )
-from tests.support.scanning import break_record, idle, running, until
+from tests.support.scanning import break_record, idle, running
+from tests.support.sdk import until
 from tests.support.subflows import child, parent
 
 FAN = "root>" + " root>".join(f"c{n}" for n in range(20))

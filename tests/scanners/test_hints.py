@@ -9,7 +9,8 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.scanners import DueHints
 from tests.support.engine import LANE, Engine
-from tests.support.scanning import create_delayed, until
+from tests.support.scanning import create_delayed
+from tests.support.sdk import until
 
 
 @pytest.fixture

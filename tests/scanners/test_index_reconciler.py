@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
@@ -20,6 +20,7 @@ from tests.support.engine import TTL, Engine
 from tests.support.executions import CODES, Case
 from tests.support.scanning import break_record, idle, members, plant, rings
 from tests.support.server import TestServer
+from tests.support.storage import commands
 
 TIMED = {"timeout_policy": {"attempt_timeout_ms": 60_000}}
 
@@ -28,12 +29,6 @@ async def _cycle(reconciler: IndexReconciler, backend: ValkeyBackend) -> ScanRes
     cycle = Cycle(backend, await TerritoryMap(backend, 0).current())
     await reconciler.scan(cycle)
     return cycle.result()
-
-
-async def _commands(backend: ValkeyBackend) -> int:
-    info: Any = await backend.transport.call("INFO", "stats")
-    text = info.decode() if isinstance(info, bytes) else str(info)
-    return int(text.partition("total_commands_processed:")[2].split()[0])
 
 
 async def test_drift_is_repaired_in_the_second_cycle(
@@ -221,10 +216,10 @@ async def test_a_quiet_deployment_costs_little_and_is_covered_in_every_cycle(
 ) -> None:
     ids = await _spread(engine.backend, 20, 120)
     reconciler = await _at_rest(engine.backend)
-    before = await _commands(engine.backend)
+    before = await commands(engine.backend)
     await _cycle(reconciler, engine.backend)
     # The registries are read by the test; at one cycle in 45 s this is two commands a second.
-    assert await _commands(engine.backend) - before < 120
+    assert await commands(engine.backend) - before < 120
     for victim in (ids[0], ids[1999], ids[-1]):
         await engine.backend.transport.call("ZREM", keys.eligible(victim.tag, "default"), victim)
         assert await _repaired_after(reconciler, engine.backend) == 2, "seen twice, then repaired"
@@ -271,9 +266,9 @@ async def test_renewals_are_no_change(engine: Engine) -> None:
     reconciler = await _at_rest(engine.backend)
     await engine.advance(1000)
     await engine.backend.leases.renew_lease(held.execution_id, held, TTL)
-    before = await _commands(engine.backend)
+    before = await commands(engine.backend)
     await _cycle(reconciler, engine.backend)
-    assert await _commands(engine.backend) - before < 100
+    assert await commands(engine.backend) - before < 100
 
 
 async def test_a_record_that_changed_and_no_index_did(engine: Engine) -> None:
@@ -309,9 +304,9 @@ async def test_only_so_many_at_rest_in_a_cycle_but_all_in_turn(
     ids = await _spread(engine.backend, 9, 30)
     monkeypatch.setattr(index_reconciler, "_SURVEYED_AT_ONCE", 2)
     reconciler = await _at_rest(engine.backend)
-    before = await _commands(engine.backend)
+    before = await commands(engine.backend)
     await _cycle(reconciler, engine.backend)
-    assert await _commands(engine.backend) - before < 45, "60 for all"
+    assert await commands(engine.backend) - before < 45, "60 for all"
     for victim in (ids[-1], ids[0], ids[130]):
         await engine.backend.transport.call("ZREM", keys.eligible(victim.tag, "default"), victim)
         assert 2 <= await _repaired_after(reconciler, engine.backend) <= 6

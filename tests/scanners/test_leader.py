@@ -14,7 +14,8 @@ from flowfabric.scanners import ScannerFilter, ScannerSettings, ScannerSuperviso
 from flowfabric.scanners.leader import LeaderElection
 from flowfabric.valkey.address import parse_url
 from tests.support.engine import Engine
-from tests.support.scanning import DEFAULTS, QUICK, create_delayed, running, until
+from tests.support.scanning import DEFAULTS, QUICK, create_delayed, running
+from tests.support.sdk import until
 from tests.support.server import TestServer
 
 REPOSITORY = Path(__file__).parents[2]

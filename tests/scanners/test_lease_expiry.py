@@ -6,7 +6,8 @@ from flowfabric.core.state import OwnershipState
 from flowfabric.engine.valkey import keys
 from flowfabric.scanners.base import ScanResult
 from tests.support.engine import TTL, Engine
-from tests.support.scanning import DEFAULTS, idle, members, plant, rings, running, until
+from tests.support.scanning import DEFAULTS, idle, members, plant, rings, running
+from tests.support.sdk import until
 
 
 async def test_a_lost_workers_execution_comes_back_by_itself(engine: Engine) -> None:

@@ -9,7 +9,8 @@ from flowfabric.scanners import ScannerFilter
 from flowfabric.scanners.base import ScanResult
 from tests.support.engine import Engine
 from tests.support.leases import running as held
-from tests.support.scanning import idle, members, plant, running, until
+from tests.support.scanning import idle, members, plant, running
+from tests.support.sdk import until
 from tests.support.suspension import Waits
 
 NAME = "pending_wp_expiry"

@@ -16,7 +16,8 @@ from flowfabric.scanners.settings import INTERVALS_S
 from flowfabric.valkey.address import parse_url
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
-from tests.support.scanning import QUICK, break_record, create_delayed, idle, running, until
+from tests.support.scanning import QUICK, break_record, create_delayed, idle, running
+from tests.support.sdk import until
 from tests.support.server import TestServer
 
 HOURLY = ScannerSettings(intervals_s=dict.fromkeys(INTERVALS_S, 3600.0), leader_ttl_s=3600)

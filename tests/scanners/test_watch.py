@@ -6,13 +6,14 @@ import asyncio
 from typing import Any
 
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners import ScannerSettings
 from flowfabric.scanners.jobs import due_scanners
 from flowfabric.scanners.settings import INTERVALS_S
 from flowfabric.scanners.watch import DueWatch, Territory
 from tests.support.engine import Engine
-from tests.support.scanning import DEFAULTS, create_delayed, running, until
+from tests.support.scanning import DEFAULTS, create_delayed, running
+from tests.support.sdk import until
+from tests.support.storage import commands
 
 HASTE = 5
 # Everything as by default, only faster, so that few seconds show many cycles.
@@ -28,12 +29,6 @@ CYCLES = 24
 BURST = len(INTERVALS_S) + 3
 
 
-async def _commands(backend: ValkeyBackend) -> int:
-    info: Any = await backend.transport.call("INFO", "stats")
-    text = info.decode() if isinstance(info, bytes) else str(info)
-    return int(text.partition("total_commands_processed:")[2].split()[0])
-
-
 async def _stays_below(engine: Engine, rate: float) -> None:
     """Count commands while scanners run. A slow machine has them run longer, not more often."""
     loop = asyncio.get_running_loop()
@@ -43,10 +38,10 @@ async def _stays_below(engine: Engine, rate: float) -> None:
             return supervisor.status()["delayed_promoter"].cycles
 
         await until(lambda: all(s.cycles > 1 for s in supervisor.status().values() if _often(s)))
-        before, started, first = await _commands(engine.backend), loop.time(), looks()
+        before, started, first = await commands(engine.backend), loop.time(), looks()
         await until(lambda: looks() >= first + CYCLES)
-        commands = await _commands(engine.backend) - before - 1
-        assert commands <= rate * HASTE * (loop.time() - started) + BURST
+        used = await commands(engine.backend) - before - 1
+        assert used <= rate * HASTE * (loop.time() - started) + BURST
 
 
 def _often(status: Any) -> bool:
@@ -82,11 +77,11 @@ async def test_unknown_indexes_must_be_scanned(engine: Engine) -> None:
 
 async def test_one_look_covers_every_scanner(engine: Engine) -> None:
     watch, territory = await _watch(engine)
-    before = await _commands(engine.backend)
+    before = await commands(engine.backend)
     seen = await watch.idle_since("delayed_promoter", territory, 0.0)
     assert seen is not None
     assert await watch.idle_since("lease_expiry", territory, seen - 1) == seen
-    assert await _commands(engine.backend) - before == 2, "one EXISTS, and INFO itself"
+    assert await commands(engine.backend) - before == 2, "one EXISTS, and INFO itself"
     assert await watch.idle_since("lease_expiry", territory, seen) != seen, "not a new look"
 
 
@@ -146,10 +141,10 @@ async def test_many_lanes_take_turns_in_one_command(engine: Engine) -> None:
     territory: Territory = {f"{{fp:{number}}}": lanes for number in range(60)}
     for scanner in scanners.values():
         watch.learn_absent(scanner.indexes(territory))
-    before = await _commands(engine.backend)
+    before = await commands(engine.backend)
     seen = await watch.idle_since("lease_expiry", territory)
     assert seen is not None
-    assert await _commands(engine.backend) == before + 2
+    assert await commands(engine.backend) == before + 2
     # Others were asked for in the same command, as far as they had room.
     others = {name for name in scanners if name != "lease_expiry"}
     asked = {name for name in others if await watch.idle_since(name, territory, seen - 1) == seen}

@@ -16,24 +16,12 @@ from tests.sdk.conftest import MakeWorker
 from tests.support.engine import Engine
 from tests.support.lua_keys import BELLS
 from tests.support.sdk import claims_of, serving, submit, until
-
-
-async def commands(engine: Engine) -> int:
-    """Everything the server did, calls inside functions too; the question itself left out."""
-    raw: Any = await engine.backend.transport.call("INFO", "stats")
-    text = raw if isinstance(raw, str) else raw.decode()
-    return int(text.partition("total_commands_processed:")[2].split()[0])
-
-
-async def blocked(engine: Engine) -> int:
-    raw: Any = await engine.backend.transport.call("INFO", "clients")
-    text = raw if isinstance(raw, str) else raw.decode()
-    return int(text.partition("\nblocked_clients:")[2].split()[0])
+from tests.support.storage import blocked_clients, commands
 
 
 def sleeping(engine: Engine, count: int) -> Any:
     async def asleep() -> bool:
-        return await blocked(engine) == count
+        return await blocked_clients(engine.backend) == count
 
     return asleep
 
@@ -52,11 +40,11 @@ async def test_idle_worker_costs_at_most_five_commands_a_second(
         await until(sleeping(engine, 1), "an idle worker")
         # The first looks find out what there is to scan.
         await until(lambda: all_scanned(runtime), "a look by every scanner")
-        before, started = await commands(engine), time.monotonic()
+        before, started = await commands(engine.backend), time.monotonic()
         for _ in range(2):
             seen = lane.swept_at
             await until(lambda seen=seen: lane.swept_at != seen, "a sweep")  # type: ignore[misc]
-        used, seconds = await commands(engine) - before - 1, time.monotonic() - started
+        used, seconds = await commands(engine.backend) - before - 1, time.monotonic() - started
     assert used / seconds <= 5.0, f"{used} commands in {seconds:.1f} s"
 
 
@@ -201,7 +189,7 @@ async def test_ring_nobody_can_answer_ends(engine: Engine, make_worker: MakeWork
     for runtime in runtimes:
         await runtime.__aenter__()
     await until(sleeping(engine, 3), "idle workers")
-    before = await commands(engine)
+    before = await commands(engine.backend)
     needs = {"routing_requirements": {"required_capabilities": ["gpu"]}}
     await submit(engine.backend, policy=needs)
     quiet = await settled(engine)
@@ -214,7 +202,7 @@ async def test_ring_nobody_can_answer_ends(engine: Engine, make_worker: MakeWork
 async def settled(engine: Engine) -> int:
     """The command count once it stands still."""
     last = -1
-    while (now := await commands(engine)) != last + 1:
+    while (now := await commands(engine.backend)) != last + 1:
         last = now
         await asyncio.sleep(0.1)
     return now

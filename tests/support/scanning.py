@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -55,18 +54,6 @@ async def running(
         yield supervisor
     finally:
         await supervisor.stop()
-
-
-async def until(condition: Callable[[], bool | Awaitable[bool]], timeout: float = 10.0) -> None:
-    """Return as soon as the condition holds; fail when it does not in time."""
-    async with asyncio.timeout(timeout):
-        while True:
-            met = condition()
-            if not isinstance(met, bool):
-                met = await met
-            if met:
-                return
-            await asyncio.sleep(0.005)
 
 
 async def members(engine: Engine, tag: str, index: str) -> list[str]:

@@ -69,10 +69,7 @@ async def write(engine: Engine, execution_id: ExecutionId, **values: Any) -> Non
 
 async def grant_fields(engine: Engine, execution_id: ExecutionId) -> dict[str, str]:
     """The stored grant; empty when there is none."""
-    raw: Any = await engine.backend.transport.call(
-        "HGETALL", keys.grant(execution_id.tag, execution_id)
-    )
-    return {name.decode(): value.decode() for name, value in raw.items()}
+    return await raw(engine, keys.grant(execution_id.tag, execution_id))
 
 
 @asynccontextmanager
@@ -99,8 +96,7 @@ def summary_key(handle: Handle) -> str:
 
 
 async def meta(engine: Engine, handle: Handle) -> dict[str, str]:
-    raw: Any = await engine.backend.transport.call("HGETALL", stream_key(handle, ":meta"))
-    return {name.decode(): value.decode() for name, value in raw.items()}
+    return await raw(engine, stream_key(handle, ":meta"))
 
 
 async def length(engine: Engine, handle: Handle) -> int:
@@ -112,6 +108,12 @@ async def expiry(engine: Engine, handle: Handle) -> int:
     return await engine.backend.transport.call("PTTL", stream_key(handle))
 
 
+async def commands(backend: ValkeyBackend) -> int:
+    """Everything the server did so far, calls inside functions and this question included."""
+    info: Any = await backend.transport.call("INFO", "stats")
+    return int(info.decode().partition("total_commands_processed:")[2].split()[0])
+
+
 async def blocked_clients(backend: ValkeyBackend) -> int:
     info: Any = await backend.transport.call("INFO", "clients")
     (line,) = [row for row in info.decode().splitlines() if row.startswith("blocked_clients:")]
@@ -119,7 +121,7 @@ async def blocked_clients(backend: ValkeyBackend) -> int:
 
 
 async def until_blocked(backend: ValkeyBackend, count: int = 1) -> None:
-    """Return when this many tails wait in the server."""
+    """Return when this many calls wait in the server."""
     async with asyncio.timeout(20):
         while await blocked_clients(backend) != count:  # noqa: ASYNC110 - the server has no event for it
             await asyncio.sleep(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -36,6 +35,7 @@ from tests.support.flows import (
     without_followups,
 )
 from tests.support.scanning import break_record, idle
+from tests.support.sdk import seeded
 from tests.support.server import TestServer
 from tests.valkey.test_flow_random import model_of, random_graph
 
@@ -56,12 +56,6 @@ async def default_units(engine: Engine) -> AsyncIterator[None]:
     await without_followups(engine)
     yield
     await set_units(engine)
-
-
-def seeded() -> random.Random:
-    seed = random.randrange(2**32)
-    print("seed", seed)  # noqa: T201
-    return random.Random(seed)
 
 
 async def queues(flow: TestFlow) -> list[str]:
@@ -88,7 +82,7 @@ def expected(graph: FlowGraph, ends: dict[str, str]) -> dict[str, str]:
 @pytest.mark.parametrize("units", UNITS)
 async def test_drains_may_be_lost_repeated_and_reordered(engine: Engine, units: int) -> None:
     """The order of drains decides nothing: joins that let others run end in one way only."""
-    rng = seeded()
+    rng = seeded("drains may be lost repeated and reordered")
     await set_units(engine, units)
     supervisor = idle(engine)
     for _ in range(8):
@@ -134,7 +128,7 @@ async def test_drains_may_be_lost_repeated_and_reordered(engine: Engine, units: 
 
 @pytest.mark.parametrize("units", UNITS)
 async def test_joins_that_cancel_leave_nothing_behind(engine: Engine, units: int) -> None:
-    rng = seeded()
+    rng = seeded("joins that cancel leave nothing behind")
     await set_units(engine, units)
     for _ in range(12):
         size = rng.randint(2, 8)
@@ -256,7 +250,7 @@ async def test_cancelling_2000_members_survives_its_process(engine: Engine) -> N
 @pytest.mark.parametrize("units", UNITS)
 async def test_completions_race_with_the_cancellation(engine: Engine, units: int) -> None:
     """Each member ends once, as completed or cancelled; the counters say the same."""
-    rng = seeded()
+    rng = seeded("completions race with the cancellation")
     await set_units(engine, units)
     for _ in range(4):
         flow = await submitted(engine, " ".join(f"a{n}>b{n}" for n in range(12)))

@@ -20,6 +20,7 @@ from flowfabric.core.ids import new_uuid
 from tests.model.flow_model import ENDED, Edge, FlowModel
 from tests.support.engine import Engine
 from tests.support.flows import TestFlow
+from tests.support.sdk import seeded
 
 
 def model_of(graph: FlowGraph) -> FlowModel:
@@ -60,9 +61,7 @@ def random_graph(rng: random.Random) -> FlowGraph:
 
 @pytest.mark.parametrize("units", [1, 2, 3, 7, 128])
 async def test_random_graphs(engine: Engine, units: int) -> None:
-    seed = random.randrange(2**32)
-    print("seed", seed)  # noqa: T201
-    rng = random.Random(seed)
+    rng = seeded("random graphs")
     await engine.backend.calls.fcall("ff_test_units", "{fp:0}", (units,), op="test")
     for _ in range(25):
         graph = random_graph(rng)

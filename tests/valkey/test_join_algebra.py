@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterable, Sequence
 
 import pytest
@@ -25,6 +24,7 @@ from flowfabric.core.state import ExpireReason
 from tests.model.flow_model import Edge, FlowModel
 from tests.support.engine import Engine, refused
 from tests.support.flows import TestFlow
+from tests.support.sdk import seeded
 
 ENDS = ("success", "failed", "cancelled", "expired", "skipped")
 KINDS: tuple[DependencyKind, ...] = ("success_only", "failure_only", "terminal")
@@ -176,12 +176,6 @@ async def check(
     await engine.backend.flows.cancel_flow(each.flow.flow_id)
 
 
-def seeded() -> random.Random:
-    seed = random.randrange(2**32)
-    print("seed", seed)  # noqa: T201
-    return random.Random(seed)
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 async def test_every_order_of_every_end(engine: Engine, n: int) -> None:
     for ends in all_orders(n):
@@ -189,7 +183,7 @@ async def test_every_order_of_every_end(engine: Engine, n: int) -> None:
 
 
 async def test_a_sample_of_the_orders_of_five(engine: Engine) -> None:
-    for ends in seeded().sample(list(all_orders(5)), 200):
+    for ends in seeded("a sample of the orders of five").sample(list(all_orders(5)), 200):
         await check(engine, ends)
 
 
@@ -217,7 +211,7 @@ async def test_an_edge_that_comes_late_at_every_moment(engine: Engine, n: int) -
 
 @pytest.mark.parametrize("n", [3, 4])
 async def test_a_sample_of_late_edges_of_every_kind(engine: Engine, n: int) -> None:
-    rng = seeded()
+    rng = seeded("a sample of late edges of every kind")
     for _ in range(60):
         late = (rng.randrange(n), rng.randrange(n + 1))
         await check(engine, rng.choices(ENDS, k=n), rng.choices(KINDS, k=n), late)

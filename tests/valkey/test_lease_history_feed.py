@@ -17,15 +17,14 @@ from flowfabric.valkey.address import parse_url
 from tests.support.engine import LANE, Engine
 from tests.support.lease_history import LANES, following, lived, nothing_more, take
 from tests.support.server import TestServer
-from tests.support.storage import blocked_clients
+from tests.support.storage import until_blocked
 
 
 async def test_a_live_event_arrives_while_the_subscriber_waits(engine: Engine) -> None:
     async with following(engine.backend) as history:
         waiting = asyncio.create_task(take(history, 1))
         # It has read once and waits at the server now.
-        while not await blocked_clients(engine.backend):  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
+        await until_blocked(engine.backend)
         began = asyncio.get_running_loop().time()
         handle = await engine.running(lane="beta")
         (event,) = await waiting
@@ -107,8 +106,7 @@ async def test_entries_that_name_no_execution_are_passed_over(
     await engine.backend.transport.call("XADD", feed, "*", *entry, key=feed)
     execution_id = await engine.create(tags={"app.a": "1"})
     ended = asyncio.create_task(engine.backend.events.wait_ended(execution_id))
-    while not await blocked_clients(engine.backend):  # noqa: ASYNC110
-        await asyncio.sleep(0.002)
+    await until_blocked(engine.backend)
     async with following(engine.backend, "start", where) as history:
         handle = (await engine.claim()).handle
         await engine.backend.transport.call("XADD", feed, "*", *entry, key=feed)

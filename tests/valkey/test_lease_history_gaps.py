@@ -21,7 +21,7 @@ from tests.support.engine import Engine, refused
 from tests.support.lease_history import following, lived, nothing_more, take
 from tests.support.proxy import FaultProxy
 from tests.support.server import TestServer
-from tests.support.storage import blocked_clients
+from tests.support.storage import until_blocked
 from tests.valkey.mutation import private_engine, private_server
 
 __all__ = ["private_engine", "private_server"]
@@ -211,8 +211,7 @@ async def test_a_cursor_ahead_of_its_feed_goes_on_at_the_end(
     ahead = {partition: (ms + 3_600_000, 0) for partition, (ms, _) in kept.positions.items()}
     async with following(engine.backend, FeedCursor(kept.base, ahead).encode()) as history:
         waiting = asyncio.create_task(take(history, 1))
-        while not await blocked_clients(engine.backend):  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
+        await until_blocked(engine.backend)
         later = await lived(engine)
         (event,) = await waiting
     assert event.execution_id == later
@@ -248,8 +247,7 @@ async def test_a_lost_connection_ends_it_with_the_cursor(
             await take(history, 1)
             await take(history, 1)
             waiting = asyncio.create_task(take(history, 1))
-            while not await blocked_clients(engine.backend):  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
+            await until_blocked(engine.backend)
             proxy.cut()
             with pytest.raises(EngineError) as caught:
                 await waiting

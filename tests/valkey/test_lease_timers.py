@@ -9,6 +9,7 @@ import pytest
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import ExpireReason
 from tests.support.engine import TTL, Engine
+from tests.support.executions import expire
 from tests.support.leases import mark, reclaim, running
 from tests.support.storage import indexes
 
@@ -21,13 +22,6 @@ TIMED: dict[str, Any] = {
 
 async def timer(engine: Engine, execution_id: ExecutionId) -> float | None:
     return (await indexes(engine, execution_id)).get("attempt_timeout")
-
-
-async def expire(engine: Engine, execution_id: ExecutionId, reason: ExpireReason) -> str:
-    (verdict,) = await engine.backend.upkeep.expire_execution(
-        execution_id.tag, reason, [execution_id]
-    )
-    return verdict
 
 
 @pytest.mark.parametrize("policy", [None, {"timeout_policy": {"attempt_timeout_ms": 0}}])

@@ -15,7 +15,8 @@ from flowfabric.valkey.address import parse_url
 from tests.support.cluster import TestCluster
 from tests.support.engine import Engine, refused
 from tests.support.leases import running
-from tests.support.scanning import idle, until
+from tests.support.scanning import idle
+from tests.support.sdk import until
 from tests.support.suspension import SECRET, Waits
 
 LANES = [f"lane-{number}" for number in range(9)]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.suspension import Accepted
 from tests.support.engine import Engine, refused
 from tests.support.forgeries import FORGERS, Target, attack, forgeries
 from tests.support.leases import running
+from tests.support.sdk import seeded
 from tests.support.suspension import Waits
 
 
@@ -29,7 +28,7 @@ async def targets(waits: Waits, count: int) -> list[Target]:
 async def test_thousands_of_forgeries(engine: Engine) -> None:
     waits = await Waits.open(engine)
     known = await targets(waits, 5)
-    seen = await attack(engine.backend, known, 4000, random.getrandbits(32))
+    seen = await attack(engine.backend, known, 4000, seeded("forgeries").getrandbits(32))
     assert seen.total() == 4000
     kinds = {kind for kind, _ in seen}
     assert kinds == {*FORGERS, "other_execution", "unknown_waitpoint"}
