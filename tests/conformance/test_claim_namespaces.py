@@ -105,7 +105,7 @@ class Shares:
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[ExecutionId]] = defaultdict(list)
-        self.last = ""
+        self.served: list[str] = []
 
     def claim(self, served: Sequence[str] | None, count: int) -> list[ExecutionId]:
         taken: list[ExecutionId] = []
@@ -114,8 +114,11 @@ class Shares:
             queue = self.waiting["default"]
             taken, self.waiting["default"] = queue[:count], queue[count:]
         while len(taken) < count and (names := self.open(served)):
-            self.last = next((name for name in names if name > self.last), names[0])
-            taken.append(self.waiting[self.last].pop(0))
+            # The one that has gone longest without; those that never got one come first.
+            rank = {name: place for place, name in enumerate(self.served, 1)}
+            name = min(names, key=lambda each: rank.get(each, 0))
+            self.served = [*(each for each in self.served if each != name), name]
+            taken.append(self.waiting[name].pop(0))
         return taken
 
     def open(self, served: Sequence[str] | None) -> list[str]:
@@ -149,6 +152,16 @@ async def test_a_noisy_namespace_delays_others_by_one_turn(engine: Engine) -> No
     assert [claim.execution_id for claim in taken if claim.namespace == "quiet"] == quiet["quiet"]
     # A share that is not used goes to the others.
     assert namespaces(await engine.claim_all(9, lane=lane)) == ["noisy"] * 9
+
+
+async def test_workers_that_serve_others_take_no_turns_away(engine: Engine) -> None:
+    lane = new_uuid()
+    await fill(engine, lane, a=10, b=10, c=10)
+    taken: list[Claim] = []
+    for _ in range(6):
+        taken.append(await engine.claim(lane=lane, namespaces=["a", "c"]))
+        await engine.claim(lane=lane, namespaces=["b"])
+    assert namespaces(taken) == ["a", "c"] * 3
 
 
 async def test_a_share_is_not_lost_to_executions_that_cannot_be_claimed(engine: Engine) -> None:

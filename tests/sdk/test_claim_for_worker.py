@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Awaitable
 from typing import Any
 
@@ -210,6 +211,20 @@ async def test_a_draining_worker_costs_one_call_per_namespace(engine: Engine) ->
 
     # One of `a`, one of `b`, and the one of `c` that is granted already.
     assert await calls_of(engine, nothing()) == 3
+
+
+async def test_workers_that_serve_others_take_no_turns_away(engine: Engine) -> None:
+    for namespace in ("a", "b", "c", "d"):
+        await submit(engine.backend, 5, namespace=namespace)
+    grants, taken = WorkerGrants(engine.backend), Counter[str]()
+    for served in [("a", "d"), ("b", "c")] * 4:
+        grant = await grants.claim_for_worker("default", "w", "w-1", namespaces=served)
+        assert isinstance(grant, ClaimGrant)
+        claim = await engine.backend.claims.claim_execution(
+            grant, lane_id="default", worker_id="w", worker_instance_id="w-1", lease_ttl_ms=TTL
+        )
+        taken[claim.namespace] += 1
+    assert taken == {"a": 2, "b": 2, "c": 2, "d": 2}
 
 
 async def test_work_that_was_lost_is_reserved_too(engine: Engine, make_worker: MakeWorker) -> None:

@@ -12,6 +12,7 @@ from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.pages import Damage
 
 Queue = list[tuple[float, bytes]]
+_MAX_TURNS = 10_000
 
 
 class EligibleScans:
@@ -19,7 +20,9 @@ class EligibleScans:
 
     def __init__(self, calls: FunctionCalls) -> None:
         self._calls = calls
-        self._turns: dict[tuple[str, str], str] = {}
+        self._turns: dict[tuple[str, str, str], int] = {}
+        """By lane and namespace of a partition: the number of the last scan that began with it."""
+        self._scans = 0
 
     async def scan(
         self,
@@ -71,11 +74,12 @@ class EligibleScans:
         return Damage("scan_eligible_executions").ids(member for _, member in found)[:limit]
 
     def _in_turn(self, tag: str, lane: str, queues: Mapping[str, Queue]) -> Queue:
-        """One entry of each namespace after the other, beginning with another one each time."""
-        names = sorted(queues)
+        """One entry of each namespace after the other; that which waited longest for it begins."""
+        names = sorted(queues, key=lambda name: (self._turns.get((tag, lane, name), 0), name))
         if len(names) > 1:
-            last = self._turns.get((tag, lane), "")
-            names = [*(n for n in names if n > last), *(n for n in names if n <= last)]
-            self._turns[tag, lane] = names[0]
+            if len(self._turns) >= _MAX_TURNS:
+                self._turns.clear()
+            self._scans += 1
+            self._turns[tag, lane, names[0]] = self._scans
         rounds = zip_longest(*(queues[name] for name in names))
         return [entry for entries in rounds for entry in entries if entry is not None]

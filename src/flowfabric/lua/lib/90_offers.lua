@@ -78,17 +78,21 @@ function offers.undrained(c, want, offered)
   }, { __index = offered })
 end
 
--- The namespace that got the last lease, by lane and partition: the next one in order is in turn.
--- Only fairness depends on it, so it is not stored.
-local last_served, known_turns, MAX_TURNS = {}, 0, 1000
+-- The number of the last lease of each namespace, by lane and partition: the one that has gone longest
+-- without is in turn, whichever workers serve it. Only fairness depends on it, so it is not stored.
+local last_lease, known_turns, leases, MAX_TURNS = {}, 0, 0, 10000
 
 function offers.served(c, want, namespace)
   local place = K.eligible(c.tag, want.lane)
-  if not last_served[place] then
-    if known_turns >= MAX_TURNS then last_served, known_turns = {}, 0 end
+  local numbers = last_lease[place]
+  if not numbers or not numbers[namespace] then
+    if known_turns >= MAX_TURNS then last_lease, known_turns, numbers = {}, 0, nil end
     known_turns = known_turns + 1
+    numbers = numbers or {}
+    last_lease[place] = numbers
   end
-  last_served[place] = namespace
+  leases = leases + 1
+  numbers[namespace] = leases
 end
 
 -- The namespaces with work that this worker may take, that in turn first. Each has the signatures
@@ -105,13 +109,13 @@ local function in_turn(c, want, offered)
   for _, signature in ipairs(waiting.signatures(K.lane(c.tag, want.lane, 'sigs'), offered.own)) do
     if offered.covers(signature) then add(waiting.parts(signature), signature) end
   end
-  table.sort(names)
-  local last, ordered = last_served[K.eligible(c.tag, want.lane)] or '', {}
-  for _, later in ipairs({ true, false }) do
-    for _, name in ipairs(names) do
-      if (name > last) == later then ordered[#ordered + 1] = { name = name, signatures = by_name[name] } end
-    end
-  end
+  local numbers, ordered = last_lease[K.eligible(c.tag, want.lane)] or NONE, {}
+  table.sort(names, function(a, b)
+    local last_a, last_b = numbers[a] or 0, numbers[b] or 0
+    if last_a ~= last_b then return last_a < last_b end
+    return a < b
+  end)
+  for i, name in ipairs(names) do ordered[i] = { name = name, signatures = by_name[name] } end
   return ordered
 end
 
