@@ -5,6 +5,7 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 from flowfabric.cli import options
+from flowfabric.cli.errors import UsageError
 from flowfabric.cli.options import Deployment, Namespaced, Target, value
 from flowfabric.cli.session import NoDataYet, open_backend
 from flowfabric.cli.views.screen import Cell, Row, Screen, print_json, print_result
@@ -146,6 +147,9 @@ async def _update(
     Limits that you do not pass stay unchanged. A higher limit applies at once to waiting
     executions.
     """
+    if {max_requests, per, max_concurrent, jitter} == {None}:
+        hint = "pass --max-requests, --per, --max-concurrent or --jitter"
+        raise UsageError("usage", "nothing to change", hint)
     async with open_backend(target) as backend:
         calls = _client(backend, target)
         await calls.update_quota(
