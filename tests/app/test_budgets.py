@@ -37,6 +37,23 @@ async def app(waiting_app: ff.Fabric) -> AsyncIterator[ff.Fabric]:
         async with ctx.usage("team", calls=1) as usage:
             usage.add(tokens=7)
 
+    drafts: dict[str, str] = {}
+
+    @waiting_app.task
+    async def reviewed(ctx: ff.Context) -> None:
+        # After the wait, the draft is known.
+        if ctx.execution_id not in drafts:
+            await ctx.usage("team", tokens=100)
+            drafts[ctx.execution_id] = "draft"
+        await ctx.wait_for("review")
+        await ctx.usage("team", tokens=500)
+
+    @waiting_app.task
+    async def asked_again(ctx: ff.Context) -> None:
+        async with ctx.usage("team", calls=1) as usage:
+            usage.add(tokens=7)
+        await ctx.wait_for("review")
+
     @waiting_app.task
     async def held_while(ctx: ff.Context, how: str) -> str:
         async with ctx.reserve("team", tokens=10) as hold:
@@ -101,6 +118,23 @@ async def test_a_block_counts_its_time(app: ff.Fabric, serving: Client) -> None:
     usage = (await serving.budget("team")).usage
     assert (usage["calls"], usage["tokens"]) == (1, 7)
     assert "wall_ms" in usage
+
+
+@pytest.mark.parametrize(
+    ("task", "spent"), [("reviewed", {"tokens": 600}), ("asked_again", {"calls": 1, "tokens": 7})]
+)
+async def test_a_handler_that_starts_again_reports_what_is_new(
+    app: ff.Fabric, serving: Client, task: str, spent: dict[str, int]
+) -> None:
+    """Not all that it reported before is reported again, and a block takes another time."""
+    await serving.create_budget("team")
+    run = await app.submit(task)
+    await run.wait_until_suspended(timeout=10)
+    await serving.resume(run.id)
+    await run.result(timeout=10)
+    usage = dict((await serving.budget("team")).usage)
+    usage.pop("wall_ms", None)
+    assert usage == spent
 
 
 async def test_def_handlers(app: ff.Fabric, serving: Client) -> None:

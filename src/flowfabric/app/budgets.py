@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Generator, Mapping
+from hashlib import sha1
 from typing import Any, Self
 
 from flowfabric.core.contracts.budgets import UsageOutcome
@@ -17,21 +18,36 @@ class UsageReport:
     """What `ctx.usage` returns: await it, or use it as a block to also count its duration."""
 
     def __init__(
-        self, task: ClaimedTask, budget: str, amounts: Mapping[str, int], dedup_key: str
+        self,
+        task: ClaimedTask,
+        budget: str,
+        amounts: Mapping[str, int],
+        dedup_key: str | None,
+        number: int,
     ) -> None:
         self._task = task
         self._budget = budget
         self._amounts = dict(amounts)
         self._key = dedup_key
+        self._number = number
         self._started = 0.0
 
     def __await__(self) -> Generator[Any, None, UsageOutcome]:
-        return self._report(enforce=True).__await__()
+        return self._report(self._default_key(), enforce=True).__await__()
 
-    async def _report(self, *, enforce: bool) -> UsageOutcome:
-        return await self._task.report_usage(
-            self._budget, self._amounts, self._key, enforce=enforce
-        )
+    def _default_key(self) -> str:
+        """The same when a handler that starts again in its attempt repeats the report.
+
+        The number alone does not tell: the handler may skip what it remembers from before, and
+        other amounts are other usage.
+        """
+        amounts = repr(sorted(self._amounts.items())).encode(errors="backslashreplace")
+        digest = sha1(amounts, usedforsecurity=False).hexdigest()[:16]
+        return f"{self._task.attempt_id}/usage#{self._number}/{digest}"
+
+    async def _report(self, default_key: str, *, enforce: bool) -> UsageOutcome:
+        key = default_key if self._key is None else self._key
+        return await self._task.report_usage(self._budget, self._amounts, key, enforce=enforce)
 
     def add(self, **amounts: int) -> None:
         """Count more when the block ends."""
@@ -43,10 +59,12 @@ class UsageReport:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # How long it takes is no sign of other usage.
+        key = self._default_key()
         self.add(**{_WALL: round((time.monotonic() - self._started) * 1000)})
         if kind is None or issubclass(kind, Exception):
             # The exception of the block matters more than a breach, so it is not replaced by one.
-            await self._report(enforce=kind is None)
+            await self._report(key, enforce=kind is None)
 
 
 class BudgetHold:
