@@ -1,17 +1,32 @@
 """Spending from a budget inside a handler."""
 
+import asyncio
+import logging
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Awaitable, Generator, Mapping
 from hashlib import sha1
 from typing import Any, Self
 
 from flowfabric.core.contracts.budgets import UsageOutcome
-from flowfabric.core.errors import NotFoundError
+from flowfabric.core.errors import EngineError, NotFoundError
 from flowfabric.core.ids import new_uuid
 from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.task import ClaimedTask
 
+log = logging.getLogger(__name__)
 _WALL = "wall_ms"
+_STOPPING_S = 2.0
+"""How long a cancelled block may take to count what it spent."""
+
+
+async def _count_though_cancelled(budget: str, counting: Awaitable[object]) -> None:
+    """Count what a cancelled block spent, best effort: its cancellation continues."""
+    try:
+        async with asyncio.timeout(_STOPPING_S):
+            await counting
+    except (EngineError, TimeoutError) as error:
+        message = "could not count what a cancelled task spent of budget %s: %s"
+        log.warning(message, budget, error or "no answer", extra={"action": "usage_lost"})
 
 
 class UsageReport:
@@ -65,13 +80,16 @@ class UsageReport:
         if kind is None or issubclass(kind, Exception):
             # The exception of the block matters more than a breach, so it is not replaced by one.
             await self._report(key, enforce=kind is None)
+        elif issubclass(kind, asyncio.CancelledError):
+            await _count_though_cancelled(self._budget, self._report(key, enforce=False))
+        # Otherwise the handler waits; it reports when it starts again.
 
 
 class BudgetHold:
     """A part of a budget that is held while a block runs. Settle it with what you spent.
 
-    If a block ends without `settle` or `release`, or with an exception, the whole hold counts as
-    spent: an unknown cost is never 0.
+    If a block ends without `settle` or `release`, with an exception or by cancellation, the whole
+    hold counts as spent: an unknown cost is never 0.
     """
 
     def __init__(
@@ -119,7 +137,10 @@ class BudgetHold:
             await self.settle()
         elif issubclass(kind, Exception):
             await self._settled({})
-        # Otherwise the handler stops or waits, which releases the hold.
+        elif issubclass(kind, asyncio.CancelledError):
+            # By its own timeout, or because the attempt was stopped.
+            await _count_though_cancelled(self._budget, self._settled({}))
+        # Otherwise the handler waits, which releases the hold.
 
 
 class SyncBudgetHold(SyncTwin[BudgetHold]):
