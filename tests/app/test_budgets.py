@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,6 +17,39 @@ from tests.support.budgets import held, used
 from tests.support.engine import Engine, refused
 
 TEAM = budget_id("team")
+
+
+def add_restarted(app: ff.Fabric) -> None:
+    """Tasks that start again after a wait, or that a timeout stops."""
+    drafts: dict[str, str] = {}
+
+    @app.task
+    async def reviewed(ctx: ff.Context) -> None:
+        # After the wait, the draft is known.
+        if ctx.execution_id not in drafts:
+            await ctx.usage("team", tokens=100)
+            drafts[ctx.execution_id] = "draft"
+        await ctx.wait_for("review")
+        await ctx.usage("team", tokens=500)
+
+    @app.task
+    async def asked_again(ctx: ff.Context) -> None:
+        async with ctx.usage("team", calls=1) as usage:
+            usage.add(tokens=7)
+        await ctx.wait_for("review")
+
+    @app.task
+    async def impatient(ctx: ff.Context, how: str) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None) as limit:
+                if how == "hold":
+                    async with ctx.reserve("team", tokens=10):
+                        limit.reschedule(0)
+                        await asyncio.Event().wait()
+                async with ctx.usage("team", calls=1) as usage:
+                    usage.add(tokens=10)
+                    limit.reschedule(0)
+                    await asyncio.Event().wait()
 
 
 @pytest.fixture
@@ -50,6 +84,7 @@ async def app(waiting_app: ff.Fabric) -> AsyncIterator[ff.Fabric]:
                 await ctx.wait_for("go")
         return how
 
+    add_restarted(waiting_app)
     async with waiting_app:
         yield waiting_app
 
@@ -103,6 +138,23 @@ async def test_a_block_counts_its_time(app: ff.Fabric, serving: Client) -> None:
     assert "wall_ms" in usage
 
 
+@pytest.mark.parametrize(
+    ("task", "spent"), [("reviewed", {"tokens": 600}), ("asked_again", {"calls": 1, "tokens": 7})]
+)
+async def test_a_handler_that_starts_again_reports_what_is_new(
+    app: ff.Fabric, serving: Client, task: str, spent: dict[str, int]
+) -> None:
+    """Not all that it reported before is reported again, and a block takes another time."""
+    await serving.create_budget("team")
+    run = await app.submit(task)
+    await run.wait_until_suspended(timeout=10)
+    await serving.resume(run.id)
+    await run.result(timeout=10)
+    usage = dict((await serving.budget("team")).usage)
+    usage.pop("wall_ms", None)
+    assert usage == spent
+
+
 async def test_def_handlers(app: ff.Fabric, serving: Client) -> None:
     await serving.create_budget("team", {"tokens": 10})
     assert await run(app, "spend_sync", 5) == "ok"
@@ -122,6 +174,16 @@ async def test_what_a_hold_becomes(
     status = await serving.budget("team")
     assert status.usage == ({} if spent is None else {"tokens": spent})
     assert status.reserved == {}
+
+
+@pytest.mark.parametrize("how", ["hold", "report"])
+async def test_a_timeout_around_a_block_leaves_no_cost_uncounted(
+    app: ff.Fabric, serving: Client, how: str
+) -> None:
+    await serving.create_budget("team", {"tokens": 100})
+    await run(app, "impatient", how)
+    status = await serving.budget("team")
+    assert (status.usage["tokens"], status.reserved) == (10, {})
 
 
 async def test_a_hold_that_does_not_fit_raises(app: ff.Fabric, serving: Client) -> None:

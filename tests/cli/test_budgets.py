@@ -67,6 +67,18 @@ async def test_the_advice_names_the_budget_as_the_shell_needs_it(cli: Cli) -> No
     assert "flowfabric budget raise 'team pot' --namespace tenant …" in other.out
 
 
+async def test_only_a_soft_limit_is_changed(cli: Cli) -> None:
+    await cli("budget", "create", "team", "tokens=100", "calls=5")
+    changed = await cli("budget", "raise", "team", "--soft", "tokens=80")
+    assert changed.out == "team  limits changed: tokens=80 (soft)\n"
+    status = (await cli("budget", "show", "team", "--json")).objects[0]
+    assert status["hard_limits"] == {"calls": 5, "tokens": 100}
+    assert status["soft_limits"] == {"calls": 0, "tokens": 80}
+    refused = await cli("budget", "raise", "team")
+    assert refused.code == 2
+    assert "nothing to change\nhint: pass a limit such as tokens=1000" in refused.err
+
+
 async def test_how_long_a_budget_remembers_keys(cli: Cli) -> None:
     await cli("budget", "create", "day")
     await cli("budget", "create", "week", "--dedup-ttl", "7d")

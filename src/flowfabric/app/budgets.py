@@ -1,37 +1,68 @@
 """Spending from a budget inside a handler."""
 
+import asyncio
+import logging
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Awaitable, Generator, Mapping
+from hashlib import sha1
 from typing import Any, Self
 
 from flowfabric.core.contracts.budgets import UsageOutcome
-from flowfabric.core.errors import NotFoundError
+from flowfabric.core.errors import EngineError, NotFoundError
 from flowfabric.core.ids import new_uuid
 from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.task import ClaimedTask
 
+log = logging.getLogger(__name__)
 _WALL = "wall_ms"
+_STOPPING_S = 2.0
+"""How long a cancelled block may take to count what it spent."""
+
+
+async def _count_though_cancelled(budget: str, counting: Awaitable[object]) -> None:
+    """Count what a cancelled block spent, best effort: its cancellation continues."""
+    try:
+        async with asyncio.timeout(_STOPPING_S):
+            await counting
+    except (EngineError, TimeoutError) as error:
+        message = "could not count what a cancelled task spent of budget %s: %s"
+        log.warning(message, budget, error or "no answer", extra={"action": "usage_lost"})
 
 
 class UsageReport:
     """What `ctx.usage` returns: await it, or use it as a block to also count its duration."""
 
     def __init__(
-        self, task: ClaimedTask, budget: str, amounts: Mapping[str, int], dedup_key: str
+        self,
+        task: ClaimedTask,
+        budget: str,
+        amounts: Mapping[str, int],
+        dedup_key: str | None,
+        number: int,
     ) -> None:
         self._task = task
         self._budget = budget
         self._amounts = dict(amounts)
         self._key = dedup_key
+        self._number = number
         self._started = 0.0
 
     def __await__(self) -> Generator[Any, None, UsageOutcome]:
-        return self._report(enforce=True).__await__()
+        return self._report(self._default_key(), enforce=True).__await__()
 
-    async def _report(self, *, enforce: bool) -> UsageOutcome:
-        return await self._task.report_usage(
-            self._budget, self._amounts, self._key, enforce=enforce
-        )
+    def _default_key(self) -> str:
+        """The same when a handler that starts again in its attempt repeats the report.
+
+        The number alone does not tell: the handler may skip what it remembers from before, and
+        other amounts are other usage.
+        """
+        amounts = repr(sorted(self._amounts.items())).encode(errors="backslashreplace")
+        digest = sha1(amounts, usedforsecurity=False).hexdigest()[:16]
+        return f"{self._task.attempt_id}/usage#{self._number}/{digest}"
+
+    async def _report(self, default_key: str, *, enforce: bool) -> UsageOutcome:
+        key = default_key if self._key is None else self._key
+        return await self._task.report_usage(self._budget, self._amounts, key, enforce=enforce)
 
     def add(self, **amounts: int) -> None:
         """Count more when the block ends."""
@@ -43,17 +74,22 @@ class UsageReport:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # How long it takes is no sign of other usage.
+        key = self._default_key()
         self.add(**{_WALL: round((time.monotonic() - self._started) * 1000)})
         if kind is None or issubclass(kind, Exception):
             # The exception of the block matters more than a breach, so it is not replaced by one.
-            await self._report(enforce=kind is None)
+            await self._report(key, enforce=kind is None)
+        elif issubclass(kind, asyncio.CancelledError):
+            await _count_though_cancelled(self._budget, self._report(key, enforce=False))
+        # Otherwise the handler waits; it reports when it starts again.
 
 
 class BudgetHold:
     """A part of a budget that is held while a block runs. Settle it with what you spent.
 
-    If a block ends without `settle` or `release`, or with an exception, the whole hold counts as
-    spent: an unknown cost is never 0.
+    If a block ends without `settle` or `release`, with an exception or by cancellation, the whole
+    hold counts as spent: an unknown cost is never 0.
     """
 
     def __init__(
@@ -101,7 +137,10 @@ class BudgetHold:
             await self.settle()
         elif issubclass(kind, Exception):
             await self._settled({})
-        # Otherwise the handler stops or waits, which releases the hold.
+        elif issubclass(kind, asyncio.CancelledError):
+            # By its own timeout, or because the attempt was stopped.
+            await _count_though_cancelled(self._budget, self._settled({}))
+        # Otherwise the handler waits, which releases the hold.
 
 
 class SyncBudgetHold(SyncTwin[BudgetHold]):

@@ -306,19 +306,18 @@ class Context(HandlerInfo):
 
         If a hard limit does not allow it, `on_hard_limit` of the budget decides: the call raises
         `BudgetExceeded`, which fails the execution; or it suspends the execution until an operator
-        resumes it; or it returns the breach. If a handler starts again in the same attempt, each
-        call is counted once.
+        resumes it; or it returns the breach. If a handler starts again in the same attempt, a call
+        that it repeats with the same amounts is counted once.
 
         >>> await ctx.usage("team", tokens=812)
         >>> async with ctx.usage("team", calls=1) as usage:
         ...     answer = await ask_model(prompt)
         ...     usage.add(tokens=answer.tokens)
         """
-        task = self._claimed()
+        task, number = self._claimed(), self._reports.get(budget, 0)
         if dedup_key is None:
-            number = self._reports[budget] = self._reports.get(budget, 0) + 1
-            dedup_key = f"{task.attempt_id}/usage#{number}"
-        return UsageReport(task, budget, amounts, dedup_key)
+            number = self._reports[budget] = number + 1
+        return UsageReport(task, budget, amounts, dedup_key, number)
 
     def reserve(self, budget: str, **amounts: int) -> BudgetHold:
         """Hold a part of a budget during a block, so that parallel tasks never overspend.

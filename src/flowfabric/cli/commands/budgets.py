@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from flowfabric.cli import options
+from flowfabric.cli.errors import UsageError
 from flowfabric.cli.options import Deployment, Namespaced, Target, argument, flag, value
 from flowfabric.cli.session import NoDataYet, open_backend
 from flowfabric.cli.views.budgets import COUNTED, print_budget, print_budgets
@@ -141,9 +142,9 @@ async def _raise(
     target: Namespaced,
     name: Name,
     limits: Annotated[
-        list[str],
+        list[str] | None,
         argument("DIMENSION=LIMIT", "New hard limits; 0 removes a limit.", parser=_parse_limit),
-    ],
+    ] = None,
     *,
     soft: Soft = None,
 ) -> None:
@@ -151,18 +152,28 @@ async def _raise(
 
     Usage and other limits stay unchanged.
     """
+    hard, lower = _limits(limits), _limits(soft)
+    if not hard and not lower:
+        raise UsageError(
+            "usage", "nothing to change", "pass a limit such as tokens=1000, or --soft tokens=800"
+        )
     async with open_backend(target) as backend:
         calls = _Budgets(backend, target)
         before = await calls.budget(name)
-        await calls.update_budget(name, _limits(limits), soft=_limits(soft) or None)
+        await calls.update_budget(name, hard or None, soft=lower or None)
         status = await calls.budget(name)
-    known = ", ".join(f"{each}={status.hard_limits[each]:,}" for each in _limits(limits))
-    new = sorted(_limits(limits).keys() - before.hard_limits.keys() - before.usage.keys())
-    told = f"limits changed: {known}"
+    known = [f"{each}={status.hard_limits[each]:,}" for each in hard]
+    known += [f"{each}={status.soft_limits[each]:,} (soft)" for each in lower]
+    new = sorted(hard.keys() - before.hard_limits.keys() - before.usage.keys())
+    told = f"limits changed: {', '.join(known)}"
     if new and before.hard_limits:
         others = ", ".join(before.hard_limits)
         told += f". {', '.join(new)} had no limit before; check the name. Other limits: {others}"
-    fields = {"budget_id": status.budget_id, "hard_limits": status.hard_limits}
+    fields = {
+        "budget_id": status.budget_id,
+        "hard_limits": status.hard_limits,
+        "soft_limits": status.soft_limits,
+    }
     print_result(fields, f"{name}  ", told, as_json=target.as_json)
 
 

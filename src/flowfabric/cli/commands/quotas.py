@@ -150,7 +150,8 @@ async def _update(
     executions.
     """
     if max_requests is per is max_concurrent is jitter is None:
-        raise UsageError("usage", "nothing to change: pass at least one limit")
+        hint = "pass --max-requests, --per, --max-concurrent or --jitter"
+        raise UsageError("usage", "nothing to change", hint)
     async with open_backend(target) as backend:
         calls = _client(backend, target)
         await calls.update_quota(

@@ -27,7 +27,8 @@ _is_application = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*").fullmatch
 _named_argument = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL).fullmatch
 _TASK = (
     "The task's name. With MODULE:APP before it, the application checks the arguments and sets "
-    "the lane, retries and timeouts."
+    "the task's lane, retries, timeouts, budgets and quota. Without it, no budget or quota limits "
+    "the execution."
 )
 _ARGUMENT = (
     "VALUE or NAME=VALUE. A value that is valid JSON is read as JSON, any other value as text; "
