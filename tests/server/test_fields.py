@@ -385,6 +385,9 @@ async def test_partitions_that_do_not_exist(http: Http, subjects: Subjects) -> N
     signal = filled(SIGNAL, await subjects.make("unknown"))
     answer = await http.post(f"/v1/executions/{far}/signal", signal | {"execution_id": far})
     assert answer.kind == (400, "invalid_input")
+    for end in ("upstream_execution_id", "downstream_execution_id"):
+        answer = await http.get(f"{flow}/edges?{end}={far}")
+        assert answer.json["error"].startswith(f"invalid_input: {end}: partition 300")
 
 
 # --- bytes ----------------------------------------------------------------------------------

@@ -221,6 +221,26 @@ async def test_the_limits_of_a_page(http: Http, engine: Engine, name: str) -> No
             assert answer.kind == (400, "invalid_cursor"), query + limit
 
 
+# The cursor of these two is documented: the last name, the last id.
+OPAQUE = [each for each in LISTINGS if each not in ("lanes", "executions of a partition")]
+# The same route with other filters is the same listing.
+SAME = ({"flows", "flows of a namespace"}, {each for each in LISTINGS if each.startswith("edges")})
+
+
+async def test_no_listing_takes_the_cursor_of_another(http: Http, engine: Engine) -> None:
+    """10 §3.7: a cursor that the listing did not hand out is refused."""
+    listings = {name: (await filled(engine, http, name))[0] for name in OPAQUE}
+    cursors = {name: (await each.page(http, "limit=1"))[1] for name, each in listings.items()}
+    for name, listing in listings.items():
+        for other, cursor in cursors.items():
+            if other != name and not any({name, other} <= each for each in SAME):
+                joint = "&" if "?" in listing.path else "?"
+                answer = await http.get(f"{listing.path}{joint}cursor={cursor}")
+                assert (answer.status, answer.json.get("kind")) == (400, "invalid_cursor"), (
+                    f"{name} takes the cursor of {other}"
+                )
+
+
 @of_each_listing
 async def test_what_is_added_meanwhile_moves_nothing(http: Http, engine: Engine, name: str) -> None:
     """Every entry that was there comes once, whatever is added between the pages."""

@@ -9,7 +9,7 @@ from flowfabric.core.contracts import ListingPage
 from flowfabric.core.contracts import budgets as contracts
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import ConflictError, CorruptionError, EngineError, NotFoundError
-from flowfabric.core.ids import ExecutionId, as_argument, given_name, validate_uuid
+from flowfabric.core.ids import ExecutionId, as_argument, given_name
 from flowfabric.core.state import EligibilityState
 from flowfabric.core.stored import Stored
 from flowfabric.core.text import lossless
@@ -20,7 +20,7 @@ from flowfabric.engine.valkey import calls as function_calls
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.budget_holds import BudgetHolds, release_outcome, usage_outcome
 from flowfabric.engine.valkey.calls import FunctionCalls, places_of, proof, text
-from flowfabric.engine.valkey.pages import Damage, given_cursor, opened, reading_cursor, sealed
+from flowfabric.engine.valkey.pages import Damage, opened_id, sealed
 from flowfabric.valkey.transport import Arg
 
 log = logging.getLogger(__name__)
@@ -217,7 +217,7 @@ class ValkeyBudgets(BudgetHolds, api.Budgets):
         wanted = {"scope_type": scope_type, "scope_id": scope_id}
         wanted = {name: check.text(value, name) for name, value in wanted.items() if value}
         limit = min(check.whole(limit, "limit", 1), _MAX_PAGE)
-        position, examined = _position(after), 0
+        position, examined = opened_id("budget", after), 0
         damage, found = Damage("list_budgets"), list[contracts.BudgetStatus]()
         while True:
             count = max(limit, _EXAMINED_AT_ONCE) if wanted else limit + 1 - len(found)
@@ -226,7 +226,7 @@ class ValkeyBudgets(BudgetHolds, api.Budgets):
                 if any(getattr(status, name) != value for name, value in wanted.items()):
                     continue
                 if len(found) == limit:
-                    following = sealed(found[-1].budget_id)
+                    following = sealed("budget", found[-1].budget_id)
                     return ListingPage(tuple(found), following, tuple(damage.found))
                 found.append(status)
             examined += len(ids)
@@ -234,7 +234,7 @@ class ValkeyBudgets(BudgetHolds, api.Budgets):
                 return ListingPage(tuple(found), None, tuple(damage.found))
             position = ids[-1]
             if examined >= _MAX_EXAMINED:
-                return ListingPage(tuple(found), sealed(position), tuple(damage.found))
+                return ListingPage(tuple(found), sealed("budget", position), tuple(damage.found))
 
     async def _ids_after(self, after: str, limit: int) -> list[str]:
         """Ids of all partitions in order."""
@@ -335,14 +335,6 @@ def _audit(answer: Any) -> contracts.BudgetAudit:
         return contracts.BudgetAudit(lossless(answer))
     verdict, returned, holders, ledgers = answer
     return contracts.BudgetAudit(text(verdict), int(returned), holders == 1, ledgers == 1)
-
-
-def _position(after: str) -> str:
-    if not given_cursor(after):
-        return ""
-    with reading_cursor():
-        (budget_id,) = opened(after, 1)
-        return validate_uuid(budget_id, "after")
 
 
 def _status(budget_id: str, row: Any) -> contracts.BudgetStatus | None:

@@ -141,9 +141,7 @@ class FlowReads:
             return (partition or 0), ""
         with reading_cursor():
             number, after = opened(cursor, 2)
-            position = int(number)
-            if after:
-                validate_uuid(after, "cursor")
+            position, after = int(number), validate_uuid(after, "cursor")
         if partition not in (None, position):
             raise ValidationError("invalid_cursor", "belongs to another partition")
         return position, after

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from flowfabric.core.errors import CorruptionError, EngineError, ValidationError
-from flowfabric.core.ids import ExecutionId, stored_id
+from flowfabric.core.ids import ExecutionId, stored_id, validate_uuid
 from flowfabric.core.text import lossless
 from flowfabric.engine.api import check
 
@@ -95,6 +95,17 @@ def opened(cursor: str, count: int) -> list[str]:
     if len(parts) != count:
         raise ValueError(cursor)
     return parts
+
+
+def opened_id(noun: str, cursor: str) -> str:
+    """The UUID that was sealed after this noun; empty for the first page."""
+    if not given_cursor(cursor):
+        return ""
+    with reading_cursor():
+        found, last = opened(cursor, 2)
+        if found != noun:
+            raise ValueError(cursor)
+        return validate_uuid(last, "cursor")
 
 
 @contextmanager

@@ -54,6 +54,7 @@ from flowfabric.engine.valkey.pages import (
     chunks,
     given_cursor,
     opened,
+    opened_id,
     reading_cursor,
     sealed,
 )
@@ -151,10 +152,7 @@ class ValkeyQuotas(Quotas):
 
     async def list_quota_policies(self, after: str = "", limit: int = 100) -> QuotaPage:
         limit = min(check.whole(limit, "limit"), _MAX_PAGE)
-        start = ""
-        if given_cursor(after):
-            with reading_cursor():
-                start = validate_uuid(opened(after, 1)[0], "cursor")
+        start = opened_id("quota", after)
         if limit <= 0:
             return QuotaPage(())
         damage = Damage("list_quota_policies")
@@ -180,7 +178,7 @@ class ValkeyQuotas(Quotas):
             elif status is not None:
                 raise status
         rows = tuple(found[each] for each in page if each in found)
-        more = sealed(page[-1]) if len(ids) > limit else None
+        more = sealed("quota", page[-1]) if len(ids) > limit else None
         return QuotaPage(rows, more, tuple(damage.found))
 
     async def _ids(self, tag: str, after: str, count: int, damage: Damage) -> list[str]:

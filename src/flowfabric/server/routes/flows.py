@@ -14,7 +14,7 @@ from flowfabric.core.state import PublicState
 from flowfabric.engine.api.flows import FlowFilter
 from flowfabric.server.bodies import U64, EdgeKind, OfFlow, Uuid
 from flowfabric.server.calls import Call
-from flowfabric.server.problems import Problem, problem_of
+from flowfabric.server.problems import Problem, invalid, problem_of
 from flowfabric.server.queries import NoQuery, PageQuery, Partition, WaitQuery, between
 from flowfabric.server.routes.execution_reads import page_of, parse_tags, rows_wanted
 from flowfabric.server.routing import Routes
@@ -196,11 +196,12 @@ class EdgeListQuery(PageQuery, frozen=True, kw_only=True):
     downstream_execution_id: str | None = None
 
 
-def _member(name: str, text: str | None) -> ExecutionId | None:
+def _member(call: Call[Any, Any], name: str, text: str | None) -> ExecutionId | None:
     try:
-        return None if text is None else ExecutionId.parse(text, name)
+        found = None if text is None else ExecutionId.parse(text, name)
+        return None if found is None else found.check_partition(call.backend.counts)
     except ValidationError as error:
-        raise Problem("invalid_input", error.detail) from None
+        raise invalid(name, error.detail.partition(": ")[2]) from None
 
 
 @routes.get(
@@ -212,8 +213,8 @@ def _member(name: str, text: str | None) -> ExecutionId | None:
 async def list_edges(call: Call[None, EdgeListQuery]) -> Reply:
     """List the edges of a flow, or only those of one member."""
     query = call.query
-    upstream = _member("upstream_execution_id", query.upstream_execution_id)
-    downstream = _member("downstream_execution_id", query.downstream_execution_id)
+    upstream = _member(call, "upstream_execution_id", query.upstream_execution_id)
+    downstream = _member(call, "downstream_execution_id", query.downstream_execution_id)
     flow = await _flow(call)
     page = await call.backend.flows.list_edges(
         flow.flow_id,
