@@ -109,6 +109,22 @@ async def test_a_scanner_that_is_late(engine: Engine, meter: Meter) -> None:
     assert meter.value("ff_scanner_lag_seconds", "lease_expiry") == pytest.approx(10, abs=5)
 
 
+async def test_a_process_that_no_longer_scans_is_not_late(engine: Engine, meter: Meter) -> None:
+    """Otherwise an alert on the lag would fire until the process restarts."""
+    scanners = idle(engine)
+    runner = scanners._runners["lease_expiry"]
+    await engine.running()
+    await runner.cycle()
+    runner._shared.watch.clock._offset_ms += 40_000
+    await runner.cycle()
+    assert meter.value("ff_scanner_lag_seconds", "lease_expiry") > 0
+    assert not scanners.leadership.scanning.is_set()
+    following = asyncio.create_task(runner.run())
+    await until(lambda: meter.value("ff_scanner_lag_seconds", "lease_expiry") == 0, "no lag")
+    await scanners.stop()
+    await following
+
+
 class _Crashing:
     name = "index_reconciler"
 

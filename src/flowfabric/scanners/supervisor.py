@@ -126,6 +126,7 @@ class Runner:
         stop, scanning = self._shared.stop, self._shared.leadership.scanning
         while not stop.is_set():
             if not scanning.is_set():
+                self._forget_lag()
                 await _first_of(stop, scanning)
             elif (pause := self._pause_left()) > 0:
                 await wait_until(stop, pause)
@@ -211,6 +212,12 @@ class Runner:
         meter.set("ff_scanner_lag_seconds", lag, name)
         if not self._more:
             self._late_since = None
+
+    def _forget_lag(self) -> None:
+        """Another process scans: what this one was late with is no longer its lag."""
+        self._late_since = None
+        if (meter := metrics.active()) is not None:
+            meter.set("ff_scanner_lag_seconds", 0.0, self.name)
 
     def _report(self, cycle: Cycle) -> None:
         """Log what happened. A failure that lasts is logged when it begins and when it ends."""
