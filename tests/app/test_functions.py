@@ -116,6 +116,9 @@ def test_what_is_unexpected_is_said_beside_what_is_missing(app: ff.Fabric) -> No
     with pytest.raises(ValidationError) as caught:
         one.encode((1,), {"y": 1})
     assert "one() has no parameter 'y'." in str(caught.value)
+    with pytest.raises(ValidationError) as caught:
+        one.encode((1,), {"priority": 5})
+    assert "write one.options(priority=…).submit(…)." in str(caught.value)
 
 
 def test_representations_are_short_and_tell_no_secret(app: ff.Fabric) -> None:

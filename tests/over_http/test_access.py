@@ -65,7 +65,7 @@ async def test_the_doctor_says_what_is_wrong_with_a_token(
         found = await location.diagnose(None, prepare=False, connect_timeout=3)
         assert [(each.name, each.grade) for each in found] == [
             ("server", "ok"),
-            ("token", "broken"),
+            ("API token", "broken"),
         ]
         assert "set FF_API_TOKEN" in found[1].advice
         monkeypatch.setenv("FF_API_TOKEN", token)

@@ -17,7 +17,7 @@ from flowfabric.app.run import Run
 from flowfabric.core.capabilities import normalise
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.durations import Duration, to_ms
-from flowfabric.core.errors import ConfigError, invalid_input
+from flowfabric.core.errors import ConfigError, ValidationError, invalid_input
 from flowfabric.core.ids import (
     ExecutionId,
     budget_id,
@@ -131,7 +131,15 @@ class Task(Generic[P, R_co]):
     def encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         """The payload of a call; refuses one that the task's function does not accept."""
         if self._arguments is not None:
-            args, kwargs = self._arguments.bind(args, kwargs)
+            try:
+                args, kwargs = self._arguments.bind(args, kwargs)
+            except ValidationError as error:
+                for name in SubmitOptions.__annotations__:
+                    if name in kwargs and f"no parameter {name!r}" in str(error):
+                        problem = f"{self.name}() has no parameter {name!r}. To set this option, "
+                        problem += f"write {self.name}.options({name}=…).submit(…)."
+                        raise invalid_input("arguments", problem) from error
+                raise
         return codec.encode_call(args, kwargs)
 
     def bind(

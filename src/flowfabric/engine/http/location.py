@@ -72,15 +72,15 @@ class HttpLocation:
 
 def _token(address: ServerAddress) -> Finding:
     if address.token is None:
-        return ok("token", "the server requires no token")
-    return ok("token", "the server accepts FF_API_TOKEN")
+        return ok("API token", "the server requires no token")
+    return ok("API token", "the server accepts FF_API_TOKEN")
 
 
 def _version(server: str) -> Finding:
     if server == __version__:
-        return ok("version", f"client and server have {server}")
+        return ok("release", f"client and server have {server}")
     detail = f"the server has {server}, this client {__version__}"
-    return warning("version", detail, "install the same version on the client and the server")
+    return warning("release", detail, "install the same version on the client and the server")
 
 
 async def _readiness(link: HttpLink) -> list[Finding]:
@@ -98,7 +98,7 @@ def _stopped_by(error: EngineError, *, reached: bool) -> Finding:
             advice = "use a token with the scope 'read' that is not limited to namespaces"
             return broken("permission", error.explanation, advice)
         advice = "set FF_API_TOKEN to a token of this server; `flowfabric tokens create` makes one"
-        return broken("token", error.explanation, advice)
+        return broken("API token", error.explanation, advice)
     name = "operation" if isinstance(error, UnavailableError) else "server"
     if reached and name == "server":
         name = "answer"
