@@ -50,6 +50,31 @@ async def test_a_cancelled_wait_keeps_no_permit(engine: Engine, make_worker: Mak
     await until(sleeping(engine, 0), "the end of the wait")
 
 
+@pytest.mark.parametrize("knows", [False, True], ids=["told by its claim", "told before"])
+async def test_a_drained_worker_keeps_no_ring(
+    engine: Engine, make_worker: MakeWorker, *, knows: bool
+) -> None:
+    # Without a ring, they would look again in an hour.
+    drained, able = [await make_worker(claim_poll_interval_ms=3_600_000) for _ in range(2)]
+    await engine.backend.workers.drain_worker(drained.config.worker_instance_id)
+    if knows:
+        drained.claims.drain()
+    first = asyncio.create_task(drained.claim(max_wait="1h"))
+    await until(sleeping(engine, 0 if knows else 1), "the drained worker waiting")
+    second = asyncio.create_task(able.claim(max_wait="1h"))
+    await until(sleeping(engine, 1 if knows else 2), "both waiting")
+    (execution_id,) = await submit(engine.backend)
+    async with asyncio.timeout(10):
+        task = await second
+    assert task is not None
+    assert task.execution_id == execution_id
+    await task.complete()
+    assert drained.claims.draining
+    assert not first.done()
+    first.cancel()
+    await asyncio.wait([first])
+
+
 async def test_a_negative_wait_is_refused(engine: Engine, make_worker: MakeWorker) -> None:
     worker = await make_worker()
     with pytest.raises(ValidationError, match="max_wait"):
