@@ -39,6 +39,20 @@ async def test_without_permits_it_does_not_wait(engine: Engine, make_worker: Mak
     await task.complete()
 
 
+async def test_without_permits_it_lets_others_run(engine: Engine, make_worker: MakeWorker) -> None:
+    """A loop of claims must not keep the event loop from the tasks that hold the permits."""
+    worker = await make_worker(max_concurrent_tasks=1)
+    await submit(engine.backend)
+    task = await worker.claim()
+    assert task is not None
+    for max_wait in ("0s", "30s"):
+        ran = asyncio.Event()
+        asyncio.get_running_loop().call_soon(ran.set)
+        assert await worker.claim(max_wait=max_wait) is None
+        assert ran.is_set()
+    await task.complete()
+
+
 async def test_a_cancelled_wait_keeps_no_permit(engine: Engine, make_worker: MakeWorker) -> None:
     worker = await make_worker()
     waiting = asyncio.create_task(worker.claim(max_wait="30s"))
