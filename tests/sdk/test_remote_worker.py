@@ -165,6 +165,10 @@ async def test_it_is_drained(engine: Engine, make_remote: MakeRemote) -> None:
     assert await worker.claim() is None
     assert worker.claims.draining
     assert await state(engine.backend, execution_id) == "waiting"
+    # It waits as long as any other: its caller would ask again at once.
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await worker.claim(max_wait="1h")
 
 
 async def test_outcomes(engine: Engine, make_remote: MakeRemote) -> None:

@@ -7,6 +7,7 @@ from tests.conformance import test_lane_placement as placement
 from tests.conformance import test_worker_drain as drain
 from tests.scanners import test_worker_drain as lasting
 from tests.sdk import test_claim_for_worker as claim_for_worker
+from tests.valkey import test_claim_lanes as lanes
 from tests.valkey import test_lane_copies as copies
 from tests.valkey.mutants import Scenario
 
@@ -120,5 +121,19 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "K.worker_record(tag, instance)) == 0 then",
         "K.worker_record(tag, instance)) < 0 then",
         drain.test_the_worker_and_operators_are_told,
+    ),
+    (
+        "a lane that drains does not ring",
+        LANES,
+        "  waiting.ring_all(c, lane)\n",
+        "  if c:lane(lane).state == 'active' then waiting.ring_all(c, lane) end\n",
+        lanes.test_a_paused_lane_accepts_and_goes_on_where_it_stood,
+    ),
+    (
+        "the marks of a swept worker stay",
+        "functions/ff_worker_sweep.lua",
+        "if drained then",
+        "if false then",
+        lasting.test_a_swept_worker_is_no_longer_drained,
     ),
 ]

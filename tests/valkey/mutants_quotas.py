@@ -300,4 +300,11 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "if true then",
         reconciler.test_only_slots_that_are_as_they_were_read_change,
     ),
+    (
+        "a new priority changes no place",
+        "functions/ff_change_priority.lua",
+        "if S.blocking(rec.state) == 'q' and rec.quota_policy_id then",
+        "if false then",
+        order.test_a_new_priority_counts_for_what_waits_for_a_quota,
+    ),
 ]

@@ -74,10 +74,10 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         takes_the_best_of_all_it_covers,
     ),
     (
-        "the namespace after the last",
+        "the namespace that has gone longest without a lease",
         OFFERS,
-        "if (name > last) == later then",
-        "if later then",
+        "if last_a ~= last_b then return last_a < last_b end",
+        "",
         namespaces.test_a_noisy_namespace_delays_others_by_one_turn,
     ),
     (

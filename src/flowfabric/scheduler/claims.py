@@ -95,10 +95,19 @@ class WorkerClaims(ClaimPermits[T]):
         try:
             while self.free and (left := ends_at - loop.time()) > 0:
                 # Rings may be lost, so it also looks now and then.
-                for lane_id, tag in await bell.wait(min(left, self.poll_s)):
+                pause = min(left, self.poll_s)
+                if self.draining:
+                    await asyncio.sleep(pause)
+                    continue
+                places = await bell.wait(pause)
+                for lane_id, tag in places:
                     self.lanes[lane_id].add(tag)
                 if tasks := await self.claim_many(wanted):
                     return tasks
+                if self.draining:
+                    # The ring that told it so is for another worker.
+                    for lane_id, tag in places:
+                        await self.backend.wakeups.ring_waiting({tag: [lane_id]})
         finally:
             await bell.aclose()
         return []

@@ -90,8 +90,10 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
     async def claim_when_rung(self, wanted: int, seconds: float) -> list[ClaimedTask]:
         """`claim_many` that waits for work."""
         ends_at = time.monotonic() + seconds
-        while (left := ends_at - time.monotonic()) > 0 and self.free and not self.draining:
-            if tasks := await self.poll(wanted, min(left, _POLL_S)):
+        while (left := ends_at - time.monotonic()) > 0 and self.free:
+            if self.draining:
+                await asyncio.sleep(min(left, _LAST_PAUSE_S))
+            elif tasks := await self.poll(wanted, min(left, _POLL_S)):
                 return tasks
         return []
 

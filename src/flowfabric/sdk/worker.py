@@ -225,6 +225,9 @@ class Worker(ClosedOnce):
         """
         wait_s = to_ms(max_wait, "max_wait") / 1000
         tasks = await self.claim_many(1) or await self.claims.claim_when_rung(1, wait_s)
+        if not tasks:
+            # Without a permit it did not wait: let the tasks run that hold them.
+            await asyncio.sleep(0)
         return tasks[0] if tasks else None
 
     claim_next = claim
