@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from flowfabric.core.ids import budget_id
 from flowfabric.sdk.client import Client
 from tests.support.budgets import held, used
 from tests.support.engine import Engine, refused
+from tests.support.sdk import until
 
 TEAM = budget_id("team")
 
@@ -50,6 +52,17 @@ def add_restarted(app: ff.Fabric) -> None:
                     usage.add(tokens=10)
                     limit.reschedule(0)
                     await asyncio.Event().wait()
+
+    @app.task
+    async def stuck(ctx: ff.Context) -> None:
+        async with ctx.reserve("team", tokens=10):
+            await asyncio.Event().wait()
+
+    @app.task
+    def stuck_sync(ctx: ff.SyncContext) -> None:
+        with ctx.reserve("team", tokens=10):
+            while True:
+                threading.Event().wait(0.01)
 
 
 @pytest.fixture
@@ -91,7 +104,8 @@ async def app(waiting_app: ff.Fabric) -> AsyncIterator[ff.Fabric]:
 
 @pytest.fixture
 async def serving(app: ff.Fabric) -> AsyncIterator[Client]:
-    worker = app.worker(scanners=False)
+    # It renews often, and so hears soon that an attempt was cancelled.
+    worker = app.worker(scanners=False, lease_ttl=3)
     running = asyncio.create_task(worker.run())
     yield await app.client()
     worker.stop()
@@ -184,6 +198,25 @@ async def test_a_timeout_around_a_block_leaves_no_cost_uncounted(
     await run(app, "impatient", how)
     status = await serving.budget("team")
     assert (status.usage["tokens"], status.reserved) == (10, {})
+
+
+@pytest.mark.parametrize("task", ["stuck", "stuck_sync"])
+async def test_what_a_stopped_attempt_held_is_counted(
+    app: ff.Fabric, serving: Client, task: str
+) -> None:
+    await serving.create_budget("team", {"tokens": 100})
+    run = await app.submit(task)
+
+    async def is_held() -> bool:
+        return (await serving.budget("team")).reserved == {"tokens": 10}
+
+    async def is_counted() -> bool:
+        status = await serving.budget("team")
+        return (status.usage, status.reserved) == ({"tokens": 10}, {})
+
+    await until(is_held)
+    await serving.cancel(run.id)
+    await until(is_counted)
 
 
 async def test_a_hold_that_does_not_fit_raises(app: ff.Fabric, serving: Client) -> None:

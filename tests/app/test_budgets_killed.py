@@ -126,4 +126,3 @@ async def test_kills_leave_no_holds_and_no_overspending(engine: Engine, valkey: 
         status = await client.budget("fleet")
     assert status.reserved == {}
     assert SPENT * sum(outcomes) <= status.usage["tokens"] <= LIMIT
-    assert status.usage["tokens"] % SPENT == 0

@@ -107,6 +107,21 @@ async def test_the_retry_time_is_kept(engine: Engine) -> None:
     assert await scan(engine) == 1
 
 
+@pytest.mark.parametrize("jitter", [0, 500])
+async def test_a_retry_time_of_a_longer_window_is_not_kept(engine: Engine, jitter: int) -> None:
+    """After the window was shortened, those that it left blocked start within the new one."""
+    policy, quotas = await quota(engine, rate=1, window=86_400), engine.backend.quotas
+    ids = [await limited(engine, quota=policy) for _ in range(3)]
+    started = await claimed(engine)
+    assert len(started) == 1
+    await quotas.update_quota_policy(policy, window_seconds=1, jitter_ms=jitter)
+    for _ in ids[1:]:
+        await engine.advance(2000)
+        await scan(engine)
+        started += await claimed(engine)
+    assert sorted(started) == sorted(ids)
+
+
 async def test_stuck_work_in_front_hides_nothing(engine: Engine) -> None:
     spent, other = await budget(engine, 1, spent=1), await budget(engine)
     stuck = [await limited(engine, spent) for _ in range(120)]

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Generator, Mapping
 from hashlib import sha1
 from typing import Any, Self
 
+from flowfabric.app.stopping import Interrupted
 from flowfabric.core.contracts.budgets import UsageOutcome
 from flowfabric.core.errors import EngineError, NotFoundError
 from flowfabric.core.ids import new_uuid
@@ -15,17 +16,19 @@ from flowfabric.sdk.task import ClaimedTask
 
 log = logging.getLogger(__name__)
 _WALL = "wall_ms"
-_STOPPING_S = 2.0
-"""How long a cancelled block may take to count what it spent."""
+_STOPS = (asyncio.CancelledError, Interrupted)
+"""How a block is stopped: by a timeout of its own, or because its attempt must stop."""
+_STOPPING_S = 1.0
+"""How long a stopped block may take to count what it spent: less than a worker that stops waits."""
 
 
-async def _count_though_cancelled(budget: str, counting: Awaitable[object]) -> None:
-    """Count what a cancelled block spent, best effort: its cancellation continues."""
+async def _count_though_stopped(budget: str, counting: Awaitable[object]) -> None:
+    """Count what a stopped block spent, best effort: whatever stopped it continues."""
     try:
         async with asyncio.timeout(_STOPPING_S):
             await counting
     except (EngineError, TimeoutError) as error:
-        message = "could not count what a cancelled task spent of budget %s: %s"
+        message = "could not count what a stopped task spent of budget %s: %s"
         log.warning(message, budget, error or "no answer", extra={"action": "usage_lost"})
 
 
@@ -80,15 +83,15 @@ class UsageReport:
         if kind is None or issubclass(kind, Exception):
             # The exception of the block matters more than a breach, so it is not replaced by one.
             await self._report(key, enforce=kind is None)
-        elif issubclass(kind, asyncio.CancelledError):
-            await _count_though_cancelled(self._budget, self._report(key, enforce=False))
+        elif issubclass(kind, _STOPS):
+            await _count_though_stopped(self._budget, self._report(key, enforce=False))
         # Otherwise the handler waits; it reports when it starts again.
 
 
 class BudgetHold:
     """A part of a budget that is held while a block runs. Settle it with what you spent.
 
-    If a block ends without `settle` or `release`, with an exception or by cancellation, the whole
+    If a block ends without `settle` or `release`, with an exception, or is stopped, the whole
     hold counts as spent: an unknown cost is never 0.
     """
 
@@ -137,9 +140,8 @@ class BudgetHold:
             await self.settle()
         elif issubclass(kind, Exception):
             await self._settled({})
-        elif issubclass(kind, asyncio.CancelledError):
-            # By its own timeout, or because the attempt was stopped.
-            await _count_though_cancelled(self._budget, self._settled({}))
+        elif issubclass(kind, _STOPS):
+            await _count_though_stopped(self._budget, self._settled({}))
         # Otherwise the handler waits, which releases the hold.
 
 

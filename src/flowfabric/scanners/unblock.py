@@ -12,7 +12,13 @@ from heapq import nsmallest
 from flowfabric.core.contracts.budgets import Exhausted
 from flowfabric.core.errors import EngineError, NotFoundError
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.api.admission import FOR_BUDGET, FOR_QUOTA, BlockedExecution, headroom_of
+from flowfabric.engine.api.admission import (
+    FOR_BUDGET,
+    FOR_QUOTA,
+    BlockedExecution,
+    headroom_of,
+    longest_wait_of,
+)
 from flowfabric.engine.api.upkeep import Index
 from flowfabric.engine.api.workers import WorkerEntry
 from flowfabric.scanners.base import Cycle
@@ -72,6 +78,8 @@ class _Pass:
         self._cycle = cycle
         self._budgets: dict[str, Exhausted | EngineError | None] = {}
         self._room: dict[str, int | None] = {}
+        self._latest: dict[str, int] = {}
+        """The latest retry time that is one of the policy's present window."""
         self._waiting: dict[str, list[BlockedExecution]] = {}
         self._now_ms: int | None = None
         self._fleet: list[WorkerEntry] | None = None
@@ -148,14 +156,14 @@ class _Pass:
                 continue
             places.setdefault(policy, {})[each.execution_id] = each.score
             # Those of a closed lane would keep the room from the others.
-            if each.lane_closed or (each.retry_at is not None and each.retry_at > self._now_ms):
+            if each.lane_closed:
                 continue
             if policy not in self._room:
                 self._room[policy] = await self._headroom(policy)
             room = self._room[policy]
             if room is None:
                 free.append(each)
-            elif room > 0:
+            elif room > 0 and not self._now_ms < (each.retry_at or 0) <= self._latest[policy]:
                 waiting = self._waiting.setdefault(policy, [])
                 waiting.append(each)
                 if len(waiting) >= 2 * room + _PAGE:
@@ -169,7 +177,9 @@ class _Pass:
     async def _headroom(self, policy: str) -> int | None:
         """How many executions a policy admits now; None without limit, 0 if it is unreadable."""
         try:
-            return headroom_of(await self._cycle.backend.quotas.get_quota_status(policy))
+            status = await self._cycle.backend.quotas.get_quota_status(policy)
+            self._latest[policy] = (self._now_ms or 0) + longest_wait_of(status)
+            return headroom_of(status)
         except NotFoundError:
             return None
         except EngineError as error:

@@ -41,6 +41,14 @@ class BlockedExecution(Candidate, frozen=True):
     """Whether its lane gives out nothing now."""
 
 
+def longest_wait_of(status: QuotaStatus) -> int:
+    """How many ms a policy makes an execution wait at most for a place in its window.
+
+    A retry time further ahead is that of a longer window, which the policy had before.
+    """
+    return status.window_ms + status.jitter_ms
+
+
 def headroom_of(status: QuotaStatus) -> int | None:
     """How many executions a policy admits now; None without limit."""
     rate, cap = status.max_requests_per_window, status.max_concurrent

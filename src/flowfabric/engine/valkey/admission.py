@@ -8,6 +8,7 @@ import msgspec
 
 from flowfabric.core.contracts import leases
 from flowfabric.core.contracts.leases import Candidate
+from flowfabric.core.contracts.quotas import QuotaStatus
 from flowfabric.core.errors import EngineError, NotFoundError
 from flowfabric.core.ids import ExecutionId, is_execution_id, new_uuid
 from flowfabric.core.state import BlockingReason, PublicState
@@ -20,6 +21,7 @@ from flowfabric.engine.api.admission import (
     Block,
     BlockedExecution,
     headroom_of,
+    longest_wait_of,
 )
 from flowfabric.engine.api.budgets import Budgets
 from flowfabric.engine.api.executions import BATCH
@@ -214,7 +216,7 @@ class ValkeyAdmission(AdmissionControl):
         status = await self._quotas.get_quota_status(quota_policy_id)
         room = headroom_of(status)
         if room and status.jitter_ms:
-            return await self._let_go_in_time(quota_policy_id, room)
+            return await self._let_go_in_time(status, room)
         more = await self._let_go(quota_policy_id, check.MAX_EXACT if room is None else room)
         if not more or not (await self._quotas.blocked(quota_policy_id, 1)).entries:
             return None
@@ -240,18 +242,21 @@ class ValkeyAdmission(AdmissionControl):
             headroom -= await self._release(page.entries, FOR_QUOTA)
         return True
 
-    async def _let_go_in_time(self, quota_policy_id: str, headroom: int) -> int | None:
+    async def _let_go_in_time(self, status: QuotaStatus, headroom: int) -> int | None:
         """Let those go whose own time has come; in how many ms to look again, if others wait.
 
         Jitter gives each its own time, so that they do not all start when the window opens.
         """
-        now, ahead = await self._calls.server_time_ms(), list[int]()
+        quota_policy_id, ahead = status.quota_policy_id, list[int]()
+        now = await self._calls.server_time_ms()
+        latest = now + longest_wait_of(status)
         due: Sequence[ExecutionId] = ()
         cursor: str | None = ""
         while cursor is not None and headroom > 0:
             page = await self._quotas.blocked(quota_policy_id, _PAGE, cursor)
             cursor = page.next_cursor
-            times = await self._retry_times(page.entries)
+            found = await self._retry_times(page.entries)
+            times = {each: at if at <= latest else 0 for each, at in found.items()}
             ahead += [at for at in times.values() if at > now]
             due = [each for each in page.entries if times.get(each, 0) <= now]
             while due and headroom > 0:
