@@ -301,3 +301,6 @@ async def test_a_misspelt_setting_is_refused_with_advice(cli: Cli, tmp_path: Pat
     done = await cli("server", "--check-config", "--config", str(file))
     assert done.code == 1
     assert "there is no setting 'FF_LANE'; did you mean FF_LANES?" in done.err
+    file.write_text('FF_CONFIG_FILE = "other.toml"\n')
+    done = await cli("server", "--check-config", "--config", str(file))
+    assert "FF_CONFIG_FILE can only be set in the environment" in done.err
