@@ -74,6 +74,17 @@ def test_a_file_that_becomes_readable_is_read(tmp_path: Path) -> None:
     assert known.identify(header) is None
 
 
+def test_a_file_that_is_gone_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "tokens.toml"
+    token, stored = new_token("ci", ["read"], None)
+    write_tokens(file, [stored])
+    known = Tokens(path=file)
+    file.unlink()
+    known._looked_at -= 1
+    assert known.identify(f"Bearer {token}".encode()) is None
+    assert [each.levelname for each in caplog.records] == ["WARNING"]
+
+
 def test_a_limit_is_set_shown_changed_and_removed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

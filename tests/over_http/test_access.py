@@ -197,6 +197,82 @@ async def test_events_of_others_are_left_out(backend: ValkeyBackend, tmp_path: P
             await remote.events.subscribe_worker_events("theirs", "start")
 
 
+FED = "/v1/engine/feeds"
+FAR = 2**64
+
+
+@pytest.mark.parametrize(
+    ("operation", "given", "detail"),
+    [
+        ("tagged", {"ids": ["garbage"], "tags": {"a.b": "c"}}, "ids[0]"),
+        ("tagged", {"ids": [f"{{fp:999}}:{new_uuid()}"], "tags": {"a.b": "c"}}, "execution_id: "),
+        ("states", {"feeds": ["fp:0", "zz"]}, "feed: "),
+        ("states", {"feeds": ["fp:999"]}, "feed: "),
+        ("states", {"feeds": ["worker:a b"]}, "namespace: "),
+        ("last_position", {"feed": "fp:01"}, "feed: "),
+        ("read", {"positions": {"fp:1}x": [0, 0]}, "count": 1, "wait_s": 0}, "feed: "),
+        ("read", {"positions": {"fp:1": [0, -1]}, "count": 1, "wait_s": 0}, "fp:1: "),
+        ("read", {"positions": {"fp:1": [FAR, 0]}, "count": 1, "wait_s": 0}, "fp:1: "),
+        ("read", {"positions": {"fp:1": [0, 0]}, "count": 0, "wait_s": 0}, "count: "),
+        ("join_group", {"group": "g", "member": "m", "lease_ms": FAR, "start": ""}, "lease_ms: "),
+        ("join_group", {"group": "g", "member": "m", "lease_ms": 9, "start": "x"}, "cursor: "),
+        ("join_group", {"group": "", "member": "m", "lease_ms": 0, "start": ""}, "group: "),
+        *(
+            (
+                "lease_feed",
+                {"feed": feed, "group": "g", "member": "m", "lease_ms": 1, "done": at},
+                d,
+            )
+            for feed, at, d in (("zz", None, "feed: "), ("q:1", [1, -1], "done: "))
+        ),
+    ],
+)
+async def test_what_a_feed_cannot_be_asked(
+    backend: ValkeyBackend, operation: str, given: dict[str, Any], detail: str
+) -> None:
+    """Feed names become keys of the store, and some values its errors."""
+    async with serving(Engine(backend)) as server:
+        before = await backend.transport.call("DBSIZE", key="")
+        answer = await Http(server.address).post(f"{FED}/{operation}", given)
+        assert answer.status in (400, 422), answer.body
+        assert answer.json["detail"].startswith(detail), answer.body
+        assert await backend.transport.call("DBSIZE", key="") == before
+
+
+async def test_a_feed_is_awaited_for_a_time_that_the_store_takes(backend: ValkeyBackend) -> None:
+    engine = Engine(backend)
+    execution_id = await engine.create()
+    await backend.executions.cancel_execution(execution_id)
+    feed = f"fp:{execution_id.partition}"
+    async with serving(engine) as server:
+        http = Http(server.address)
+        for wait_s in (-1, 1e300):
+            given = {"positions": {feed: [0, 0]}, "count": 1, "wait_s": wait_s}
+            answer = await http.post(f"{FED}/read", given)
+            assert (answer.status, list(answer.json)) == (200, [feed]), answer.body
+
+
+async def test_tags_of_others_are_not_told(
+    backend: ValkeyBackend, tmp_path: Path, others: tuple[NewExecution, str]
+) -> None:
+    theirs, ours = others[0].execution_id, job(Engine(backend), "ours")
+    await backend.executions.create_execution(ours)
+    for each in (theirs, ours.execution_id):
+        await backend.executions.set_execution_tags(each, {"app.customer": "acme"})
+    asked = {"ids": [theirs, ours.execution_id], "tags": {"app.customer": "acme"}}
+    token, stored = new_token("t", ["admin"], ["ours"])
+    write_tokens(tmp_path / "tokens", [stored])
+    async with serving(Engine(backend), tokens_file=tmp_path / "tokens") as server:
+        http = Http(server.address).with_token(token)
+        assert (await http.post(f"{FED}/tagged", asked)).json == [ours.execution_id]
+        # All namespaces share the groups and their positions.
+        group = {"group": "g", "member": "m", "lease_ms": 9, "start": ""}
+        lease = {"feed": "fp:1", "group": "g", "member": "m", "lease_ms": 9, "done": [9, 9]}
+        for operation, given in (("join_group", group), ("lease_feed", lease)):
+            answer = await http.post(f"{FED}/{operation}", given)
+            assert answer.kind == (403, "forbidden"), operation
+
+
 async def test_what_the_table_does_not_list_is_not_there(backend: ValkeyBackend) -> None:
     async with serving(Engine(backend)) as server:
         http = Http(server.address)

@@ -78,6 +78,20 @@ async def test_operator_calls_are_logged_with_the_id_of_the_token(
     assert str(parked.details.waitpoint_token.reveal()) not in caplog.text
 
 
+async def test_a_rotation_that_changed_nothing_is_not_ok(
+    http: Http, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    await engine.backend.secrets.seed_at_boot("ab" * 32)
+    caplog.set_level(logging.INFO)
+    other = ROTATE | {"new_secret_hex": "ef" * 32}
+    for body, status in ((ROTATE, 200), (other, 409)):
+        assert (await http.post("/v1/admin/rotate-waitpoint-secret", body)).status == status
+    done = [each for each in map(vars, recorded(caplog)) if "op" in each]
+    counts = [(each["code"], each["rotated"], each["failed_count"]) for each in done]
+    every = engine.backend.counts.flow
+    assert counts == [("ok", every, 0), ("rotation_incomplete", 0, every)]
+
+
 FLOW = "22222222-2222-4333-8444-555555555555"
 SPENDER = ExecutionId("{fp:3}:33333333-2222-4333-8444-555555555555")
 SPENT = {"budget_id": UUID, "execution_id": SPENDER, "deltas": {"tokens": 2}}

@@ -117,6 +117,23 @@ async def test_check_config_prints_json_and_warns_of_a_missing_tokens_file(
         assert (await http.get("/v1/executions")).status == 401
 
 
+async def test_settings_without_an_effect_are_warnings(cli: Cli) -> None:
+    """They are noticed before the log is set up."""
+    doubtful = {"FF_HOST": "other", "FF_CORS_ORIGINS": "https://a.example,https://\xe9.example"}
+    said = (
+        "FF_URL sets the address, so these have no effect: FF_HOST",
+        "ignored origins in FF_CORS_ORIGINS that cannot be sent as headers",
+    )
+    done = await cli("server", "--check-config", "--json", **doubtful)
+    (checked,) = done.objects
+    assert sorted(checked["warnings"]) == sorted(said)
+    async with running(cli, **doubtful) as (server, _):
+        for line in said:
+            assert "\n".join(server.seen).count(line) == 1, server.seen
+    done = await cli("ps", **doubtful)
+    assert (done.code, done.err) == (0, "")
+
+
 async def test_a_misspelled_variable_is_a_warning(cli: Cli) -> None:
     variables = {"FF_LISTN_ADDR": "127.0.0.1:9", "FF_WAITPOINT_TOKEN": "k1:0", "FF_FOX": "1"}
     done = await cli("server", "--check-config", **variables)
@@ -301,3 +318,6 @@ async def test_a_misspelt_setting_is_refused_with_advice(cli: Cli, tmp_path: Pat
     done = await cli("server", "--check-config", "--config", str(file))
     assert done.code == 1
     assert "there is no setting 'FF_LANE'; did you mean FF_LANES?" in done.err
+    file.write_text('FF_CONFIG_FILE = "other.toml"\n')
+    done = await cli("server", "--check-config", "--config", str(file))
+    assert "FF_CONFIG_FILE can only be set in the environment" in done.err

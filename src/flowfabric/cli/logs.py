@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from textwrap import indent
 from typing import Any, Literal, TextIO, get_args
 
+from flowfabric.cli.early import take_early_records
 from flowfabric.cli.views.text import clean, json_line
 from flowfabric.core.errors import ConfigError
 from flowfabric.core.forks import forget_on_fork
@@ -53,6 +54,9 @@ def set_up_logs(level: Level | None, *, as_json: bool, process: int | None = Non
         # For people, lines about tasks and the summary of each second say the same.
         ends.setLevel(logging.CRITICAL)
     root.setLevel(minimum.upper())
+    for record in take_early_records():
+        if record.levelno >= root.level:
+            handler.handle(record)
     return as_json
 
 

@@ -1,7 +1,6 @@
 """The entry point: the table of commands, the global options, and exit codes."""
 
 import errno
-import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from flowfabric.bench.command import register as register_bench
+from flowfabric.cli.early import keep_early_records
 from flowfabric.cli.errors import CliError, UsageError, discard_output, prepare_streams, report
 from flowfabric.cli.options import Json, Namespace, Target, Url, flag
 from flowfabric.core.errors import FlowFabricError
@@ -200,8 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 on success, 1 on failure, 2 on a usage error."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     prepare_streams()
-    # Commands print their results; only a worker logs, with a handler of its own.
-    logging.getLogger("flowfabric").addHandler(logging.NullHandler())
+    # Commands print their results; those that log set their handler up later.
+    keep_early_records()
     sys.exit(_run(given or ["--help"]))
 
 

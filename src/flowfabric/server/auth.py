@@ -249,7 +249,10 @@ class Tokens:
             if _stamp(path) != self._stamp:
                 self._load(path)
                 extra = {"action": "tokens_loaded", "path": str(path)}
-                log.info("reloaded the tokens file", extra=extra)
+                if self._stamp is None:
+                    log.warning("the tokens file is gone: no token of it is valid", extra=extra)
+                else:
+                    log.info("reloaded the tokens file", extra=extra)
         except ConfigError as error:
             # A file that is being edited must not lock everyone out, nor let anyone in.
             extra = {"action": "tokens_unreadable", "path": str(path)}

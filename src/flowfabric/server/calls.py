@@ -98,7 +98,7 @@ class Services:
         """Pages of the event feeds, for clients that read them over HTTP."""
         events = self.backend.events
         assert isinstance(events, FeedEvents)
-        return ServedFeeds(events.source)
+        return ServedFeeds(events.source, self.backend.counts)
 
     @cached_property
     def description(self) -> tuple[bytes, bytes]:

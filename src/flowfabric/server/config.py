@@ -226,7 +226,9 @@ def parse_assignments(given: Sequence[str]) -> dict[str, str]:
 
 
 def _known(name: str, where: str) -> bool:
-    if name in NAMES and name != FILE_VARIABLE:
+    if name == FILE_VARIABLE:
+        raise ConfigError("config", f"{where}: {name} can only be set in the environment")
+    if name in NAMES:
         return True
     [meant] = get_close_matches(name, NAMES, 1) or [""]
     advice = f"; did you mean {meant}?" if meant else ""

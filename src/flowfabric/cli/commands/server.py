@@ -12,6 +12,7 @@ import typer
 
 from flowfabric import __version__
 from flowfabric.cli import options
+from flowfabric.cli.early import take_early_records
 from flowfabric.cli.errors import UsageError
 from flowfabric.cli.logs import Level, flush_logs, log_settings, set_up_logs
 from flowfabric.cli.options import Target, flag, value
@@ -86,7 +87,8 @@ def server(
     location = ServerLocation(target.url)
     location.check_server(has_secret=checked.has_hmac_secret)
     if check_config:
-        _print_check(_warnings(checked), as_json=as_json)
+        early = [record.getMessage() for record in take_early_records()]
+        _print_check([*early, *_warnings(checked)], as_json=as_json)
         return
     as_json = set_up_logs(log_level, as_json=as_json)
     for text in _warnings(checked):

@@ -1,17 +1,33 @@
 """The event feeds over HTTP: their reader runs in the client, and the server serves pages."""
 
 import asyncio
+import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import msgspec
 
-from flowfabric.core.errors import CorruptionError, TransportError
+from flowfabric.core.errors import (
+    CorruptionError,
+    TransportError,
+    ValidationError,
+    invalid_input,
+)
+from flowfabric.core.ids import ExecutionId, validate_lane, validate_namespace
+from flowfabric.core.partition import PartitionCounts
+from flowfabric.core.text import shown
+from flowfabric.engine.api import check
 from flowfabric.engine.api.events import Event
-from flowfabric.engine.events.cursor import Position
+from flowfabric.engine.events.cursor import LAST_SEQ, FeedCursor, Position
 from flowfabric.engine.events.source import FeedLink, FeedSource, FeedState, Pages, Stop
 from flowfabric.engine.http.codec import WireError
+
+_WORKERS = "worker:"
+_MAX_COUNT = 100_000
+_MAX_WAIT_S = 60.0
+_MAX_LEASE_MS = 600_000
+_is_partition_feed = re.compile(r"(fp|b|q):(0|[1-9][0-9]{0,4})").fullmatch
 
 
 class FeedEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -29,7 +45,9 @@ class FeedOperations(Protocol):
 
     async def partition_feeds(self, *, of_operators: bool = False) -> Sequence[str]: ...
     async def worker_feeds(self) -> Sequence[str]: ...
-    async def tagged(self, ids: Collection[str], tags: Mapping[str, str]) -> set[str]: ...
+    async def tagged(
+        self, ids: Collection[ExecutionId], tags: Mapping[str, str]
+    ) -> set[ExecutionId]: ...
     async def clock_ms(self) -> int: ...
     async def states(self, feeds: Sequence[str]) -> list[FeedState | None]: ...
     async def last_position(self, feed: str) -> Position: ...
@@ -48,19 +66,73 @@ class FeedOperations(Protocol):
 
 
 class ServedFeeds:
-    """`FeedOperations` of a server. Connections that wait for entries are used again."""
+    """`FeedOperations` of a server, which check what clients send.
 
-    def __init__(self, source: FeedSource) -> None:
+    Connections that wait for entries are used again.
+    """
+
+    def __init__(self, source: FeedSource, counts: PartitionCounts) -> None:
         self._source = source
+        self._numbers = {"fp": counts.flow, "b": counts.budget, "q": counts.quota}
+        self._counts = counts
         self._idle: list[FeedLink] = []
         self._closed = False
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
+    async def partition_feeds(self, *, of_operators: bool = False) -> Sequence[str]:
+        return await self._source.partition_feeds(of_operators=of_operators)
+
+    async def worker_feeds(self) -> Sequence[str]:
+        return await self._source.worker_feeds()
+
+    async def clock_ms(self) -> int:
+        return await self._source.clock_ms()
+
+    async def tagged(
+        self, ids: Collection[ExecutionId], tags: Mapping[str, str]
+    ) -> set[ExecutionId]:
+        known = {each.check_partition(self._counts) for each in ids}
+        found = await self._source.tagged(known, tags) if tags else known
+        return {each for each in known if each in found}
+
+    async def states(self, feeds: Sequence[str]) -> list[FeedState | None]:
+        return await self._source.states([self._feed(each) for each in feeds])
+
+    async def last_position(self, feed: str) -> Position:
+        return await self._source.last_position(self._feed(feed))
+
+    async def join_group(
+        self, group: str, member: str, lease_ms: int, start: str
+    ) -> tuple[str, list[str]]:
+        if check.whole(lease_ms, "lease_ms", 0, _MAX_LEASE_MS):
+            _check_start(start)
+        return await self._source.join_group(
+            validate_lane(group, "group"), check.text(member, "member"), lease_ms, start
+        )
+
+    async def lease_feed(
+        self, feed: str, group: str, member: str, lease_ms: int, done: Position | None
+    ) -> tuple[bool, Position | None]:
+        check.whole(lease_ms, "lease_ms", 0, _MAX_LEASE_MS)
+        names = self._feed(feed), validate_lane(group, "group"), check.text(member, "member")
+        at = None if done is None else _checked(done, "done")
+        return await self._source.lease_feed(*names, lease_ms, at)
+
+    def _feed(self, name: str) -> str:
+        """The name, if it is that of a feed: others are keys of their own in the store."""
+        if name.startswith(_WORKERS):
+            validate_namespace(name.removeprefix(_WORKERS))
+        elif (found := _is_partition_feed(name)) is None or (
+            int(found[2]) >= self._numbers[found[1]]
+        ):
+            raise invalid_input("feed", f"{shown(name)} is not a feed of this deployment")
+        return name
 
     async def read(
         self, positions: Mapping[str, Position], count: int, wait_s: float
     ) -> dict[str, list[FeedEntry]]:
+        positions = {self._feed(feed): _checked(at, feed) for feed, at in positions.items()}
+        check.whole(count, "count", 1, _MAX_COUNT)
+        wait_s = min(check.seconds(wait_s, "wait_s"), _MAX_WAIT_S)
         if not positions:
             return {}
         until = time.monotonic() + wait_s
@@ -91,6 +163,20 @@ class ServedFeeds:
         self._closed = True
         for link in self._idle:
             link.close()
+
+
+def _check_start(cursor: str) -> None:
+    try:
+        FeedCursor.decode(cursor)
+    except ValidationError:
+        # That of a single feed looks different.
+        FeedCursor.decode(cursor, only="fp:0")
+
+
+def _checked(position: Position, field: str) -> Position:
+    for number in position:
+        check.whole(number, field, 0, LAST_SEQ)
+    return position
 
 
 class HttpFeeds:

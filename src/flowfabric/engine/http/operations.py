@@ -201,12 +201,12 @@ diagnose read
 # feeds
 partition_feeds read open
 worker_feeds read rows
-tagged read open
+tagged read rows
 clock_ms read open
 states read open
 last_position read open
-join_group read open
-lease_feed read open
+join_group read
+lease_feed read
 read read open rows waits
 """
 _ABSENT: Final[Any] = object()

@@ -189,7 +189,7 @@ def _logged(method: Method, *, by_people: bool = False) -> Method:
         end = _OUTCOMES.get(type(outcome), "")
         if by_operator:
             details = {"outcome": end} if end else {}
-            _log_operator(op, given, "ok", **details, **_details(outcome))
+            _log_operator(op, given, _code(outcome), **details, **_details(outcome))
         elif end:
             _log_end(op, end, **_subject(given), source=given.get("source", ""))
         return outcome
@@ -279,6 +279,12 @@ async def warn_of_reclaims(reads: Reads, handle: Handle) -> None:
             count,
             extra={"action": "reclaimed_often", "reclaim_count": count, **_lease(handle)},
         )
+
+
+def _code(outcome: object) -> str:
+    """The result of a call that raised no error; a rotation reports each partition by itself."""
+    incomplete = isinstance(outcome, RotationSummary) and outcome.failed
+    return "rotation_incomplete" if incomplete else "ok"
 
 
 def _details(outcome: object) -> dict[str, Any]:

@@ -139,7 +139,7 @@ async def _check_value(call: _Call, name: str, value: Any) -> int:
 
 async def _visible(call: _Call, result: Any) -> Any:
     """The rows of a result that belong to the caller's namespaces."""
-    if isinstance(result, list):
+    if isinstance(result, list | set):
         rows = cast("list[Any]", result)
         return [each for each in rows if await _sees(call, each)]
     if isinstance(result, dict):

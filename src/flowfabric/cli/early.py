@@ -1,0 +1,33 @@
+"""What is logged before a command knows where its log goes, such as doubtful settings."""
+
+import logging
+
+_MOST = 100
+
+
+class _EarlyRecords(logging.Handler):
+    """Keeps warnings until somebody takes them. Commands without a log drop them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self.records) < _MOST:
+            self.records.append(record)
+
+
+_early = _EarlyRecords()
+
+
+def keep_early_records() -> None:
+    """Start to keep warnings of this process."""
+    _early.records.clear()
+    logging.getLogger("flowfabric").addHandler(_early)
+
+
+def take_early_records() -> list[logging.LogRecord]:
+    """The warnings that were kept; none are kept from now on."""
+    logging.getLogger("flowfabric").removeHandler(_early)
+    found, _early.records = _early.records, []
+    return found
