@@ -64,7 +64,7 @@ async def test_the_advice_names_the_budget_as_the_shell_needs_it(cli: Cli) -> No
     create = ("budget", "create", "team pot", "--namespace", "tenant")
     await cli(*create, "tokens=5")
     other = await cli(*create, "tokens=6")
-    assert "flowfabric budget raise 'team pot' --namespace tenant …" in other.out
+    assert "flowfabric budget raise 'team pot' --namespace tenant tokens=6" in other.out
 
 
 async def test_only_a_soft_limit_is_changed(cli: Cli) -> None:

@@ -61,7 +61,7 @@ async def test_the_advice_names_the_quota_as_the_shell_needs_it(cli: Cli) -> Non
     create = ("quota", "create", "open ai", "--namespace", "tenant", "--max-requests")
     await cli(*create, "5")
     other = await cli(*create, "6")
-    assert "flowfabric quota update 'open ai' --namespace tenant …" in other.out
+    assert "flowfabric quota update 'open ai' --namespace tenant --max-" in other.out
 
 
 async def test_a_namespace_has_names_of_its_own(cli: Cli) -> None:

@@ -92,7 +92,7 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
         ends_at = time.monotonic() + seconds
         while (left := ends_at - time.monotonic()) > 0 and self.free:
             if self.draining:
-                await asyncio.sleep(min(left, _LAST_PAUSE_S))
+                await asyncio.sleep(min(left, _POLL_S))
             elif tasks := await self.poll(wanted, min(left, _POLL_S)):
                 return tasks
         return []

@@ -38,7 +38,7 @@ class EligibleScans:
     ) -> list[ExecutionId]:
         """See `Claims.scan_eligible_executions`."""
         spaces = None if namespaces is None else validate_namespaces(namespaces)
-        left_out = validate_namespaces(without)
+        left_out = validate_namespaces(without, "without")
         lane, tag = validate_lane(lane_id), self._calls.checked_tag(tag)
         if check.whole(limit, "limit") < 1:
             return []

@@ -6,7 +6,7 @@
 local MAX_PRIORITY = 9000
 
 local function place_in_line(c, rec)
-  if S.blocking(rec.state) == 'q' and rec.quota_policy_id then
+  if rec.quota_policy_id and S.is_blocked_by_quota(rec.state) then
     return rec.quota_policy_id, values.text(tonumber(c:score(rec)))
   end
   return '', 0

@@ -145,11 +145,9 @@ end
 
 -- Has the limits that a blocked execution waits for forget it, because it ends.
 function admission.forget_waiting(c, id, rec)
-  if not S.is_blocked(rec.state) then return end
-  local cause = S.blocking(rec.state)
-  if cause == 'u' then
+  if S.is_blocked_by_budget(rec.state) then
     for budget in string.gmatch(rec.budget_ids or '', '[^,]+') do owe(c, 'nb|' .. budget .. '|0|' .. id) end
-  elseif cause == 'q' and rec.quota_policy_id then
+  elseif rec.quota_policy_id and S.is_blocked_by_quota(rec.state) then
     owe(c, 'nq|' .. rec.quota_policy_id .. '|0|' .. id)
   end
 end
