@@ -20,7 +20,7 @@ const ttl = 30 * time.Second
 type object = map[string]any
 type answer struct {
 	Draining bool
-	Results  []struct{ Status int }
+	Results  []object
 	Claims   []struct {
 		Handle, Execution_kind string
 		Payload_b64            []byte // The arguments, as a JSON array.
@@ -39,8 +39,10 @@ func post(call string, body object) (found answer) { // Repeats until it gets a 
 		request.Header.Set("Content-Type", "application/json")
 		request.Header.Set("Authorization", "Bearer "+os.Getenv("FF_API_TOKEN"))
 		if response, err := http.DefaultClient.Do(request); err == nil {
+			found = answer{}
 			err = json.NewDecoder(response.Body).Decode(&found)
-			if response.Body.Close(); response.StatusCode == 200 && err == nil {
+			again := slices.ContainsFunc(found.Results, func(row object) bool { return row["status"].(float64) >= 500 && row["retryable"] == true })
+			if response.Body.Close(); response.StatusCode == 200 && err == nil && !again {
 				return found
 			} else if response.StatusCode/100 == 4 && response.StatusCode != 429 {
 				panic(call + ": " + response.Status)
@@ -54,7 +56,7 @@ func run(handle, task string, payload []byte) {
 	defer end()
 	go func() {
 		for time.Sleep(ttl / 3); ctx.Err() == nil; time.Sleep(ttl / 3) {
-			if post("renew", object{"items": []object{{"handle": handle}}}).Results[0].Status >= 400 {
+			if post("renew", object{"items": []object{{"handle": handle}}}).Results[0]["status"].(float64) >= 400 {
 				end()
 			}
 		}

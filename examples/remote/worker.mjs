@@ -19,8 +19,9 @@ async function post(path, body) { // Retries until it gets a response, which is 
   for (let pause = 100; ; pause = Math.min(pause * 2, 5000)) {
     const sent = { method: "POST", headers, body: JSON.stringify(body) };
     const answer = await fetch(url + path, sent).catch(() => null);
-    if (answer?.ok) return answer.json();
-    if (answer && answer.status < 500 && answer.status !== 429) throw Error(await answer.text());
+    if (answer && !answer.ok && answer.status < 500 && answer.status !== 429) throw Error(await answer.text());
+    const found = answer?.ok && await answer.json().catch(() => null);
+    if (found && !found.results?.some((row) => row.status >= 500 && row.retryable)) return found;
     await sleep(pause);
   }
 }

@@ -14,7 +14,7 @@ from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.text import iso
 from tests.support.command import Cli
 from tests.support.engine import Engine
-from tests.support.terminal import in_terminal, shown
+from tests.support.terminal import CTRL_C, in_terminal, shown
 
 
 async def ids(cli: Cli, *arguments: str) -> set[str]:
@@ -187,6 +187,14 @@ async def test_watch_on_a_terminal_redraws(cli: Cli, engine: Engine) -> None:
         await engine.backend.executions.cancel_execution(execution_id)
         await terminal.until("1 cancelled")
         terminal.process.send_signal(signal.SIGINT)
+        assert await terminal.end() == 0
+
+
+async def test_watch_of_nothing(cli: Cli, engine: Engine) -> None:
+    await engine.create(lane="mails")
+    async with in_terminal(cli, "ps", "--watch", "--lane", "elsewhere", NO_COLOR="1") as terminal:
+        await terminal.shows("0 executions · Ctrl-C to stop")
+        terminal.type(CTRL_C)
         assert await terminal.end() == 0
 
 

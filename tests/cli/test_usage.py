@@ -93,6 +93,16 @@ async def test_help_cuts_no_summary(bare: Cli, group: tuple[str, ...]) -> None:
     assert "..." not in listed
 
 
+async def test_no_help_is_wider_than_the_terminal(bare: Cli) -> None:
+    wide = [
+        (name, line)
+        for name in ALL_COMMANDS
+        for line in (await bare(name, "--help", COLUMNS="80")).lines
+        if len(line) > 80
+    ]
+    assert wide == []
+
+
 @pytest.mark.parametrize("command", ["server", "dev"])
 async def test_commands_that_need_valkey_offer_no_other_address(bare: Cli, command: str) -> None:
     assert "http://" not in (await bare(command, "--help")).out

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from flowfabric.core.errors import TransportError
 from flowfabric.core.ids import ExecutionId
 from tests.project.checkout import ROOT
 from tests.support.engine import Engine
@@ -182,6 +183,41 @@ async def test_go_repeats_what_gets_no_answer(
     engine: Engine, http: Http, go_worker: list[str], call: str
 ) -> None:
     await repeats(engine, http, call, *go_worker)
+
+
+async def resends(
+    engine: Engine, http: Http, monkeypatch: pytest.MonkeyPatch, *command: str
+) -> None:
+    """The server cannot reach its store for one row: the worker sends the item again."""
+    faults, fail = [TransportError("timeout", "no reply")], engine.backend.executions.fail
+
+    async def faulty(*given: Any, **options: Any) -> Any:
+        if faults:
+            raise faults.pop()
+        return await fail(*given, **options)
+
+    monkeypatch.setattr(engine.backend.executions, "fail", faulty)
+    (refused,) = await submit(engine.backend, kind="refuse")
+    async with running(http.address, *command):
+        await until(partial(is_failed, engine, refused), "its end", timeout=5)
+    assert faults == []
+
+
+async def is_failed(engine: Engine, execution_id: ExecutionId) -> bool:
+    return await state(engine.backend, execution_id) == "failed"
+
+
+async def test_node_resends_a_row(
+    engine: Engine, http: Http, node_worker: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await resends(engine, http, monkeypatch, *node_worker)
+
+
+@pytest.mark.timeout(_BUILD_S + 60)
+async def test_go_resends_a_row(
+    engine: Engine, http: Http, go_worker: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await resends(engine, http, monkeypatch, *go_worker)
 
 
 @pytest.mark.timeout(_BUILD_S + 60)

@@ -5,6 +5,7 @@ import sys
 from typing import Annotated, Literal
 
 import typer
+from typer.core import TyperCommand
 
 Aof = Literal["no", "everysec", "always"]
 # fmt: off
@@ -32,9 +33,9 @@ memory     Bytes per execution in each state, with a 200-byte payload.
 idle       Commands per second of 1 and of 100 idle workers. How much 100 idle
            workers slow down a submitter: on another lane, and on its own lane
            but unable to run its work. Compared with a server without workers.
-lanes      One worker runs n executions of one lane, then n of 100 lanes, then 10
-           of each of 1,000 lanes. Commands per second of an idle worker with
-           100 lanes.
+lanes      One worker runs n executions of one lane, then n of 100 lanes, then
+           10 of each of 1,000 lanes. Commands per second of an idle worker
+           with 100 lanes.
 backlog    The time of a claim with a thousand and with n executions waiting.
 recovery   From kill -9 of a worker until its n executions run in another
            process, with a lease of 2 s: once for a worker that also runs the
@@ -44,38 +45,42 @@ resume     From signal to resumed handler on an idle worker, one at a time.
 stream     Stored frames per second of one task and of ten. The time until a
            reader has a frame, with 1 and with 100 readers. How much 100
            waiting readers slow down other calls.
-tokens     Sends signals with n forged, truncated or altered waitpoint tokens, or
-           tokens of other waitpoints. All of them must be refused.
-chain      Submits one flow of ten members at a time to an idle worker and waits
-           until it has finished, n / 10 times. Then submits n flows while the
-           worker runs them: n / total time.
+tokens     Sends signals with n forged, truncated or altered waitpoint tokens,
+           or tokens of other waitpoints. All of them must be refused.
+chain      Submits one flow of ten members at a time to an idle worker and
+           waits until it has finished, n / 10 times. Then submits n flows
+           while the worker runs them: n / total time.
 fanout     From the completion of a member until the 1,000 members that wait
            for it can run. Then a whole flow of 1,002 members; n times each.
-admission  Submits and runs n executions without limits, then n that name a budget
-           and a quota, neither of which is reached.
+admission  Submits and runs n executions without limits, then n that name a
+           budget and a quota, neither of which is reached.
 cancel     Members cancelled per second in n flows of 1,002 waiting members.
            From the completion of one of 10, 100 and 1,000 running siblings
            until a join that needs only one has cancelled the others.
-http       Submits n executions to a server process over HTTP, one per request,
-           from 32 connections. Then n in bulk requests of 500, compared with
-           the same batches through the engine. Then 1,000 frames of 200
-           executions, each followed by a client.
-remote     One worker, connected to a server process over HTTP, runs n executions
-           while they are submitted: n / total time. Then one execution at a
-           time, from submit to handler start on the idle worker.
+http       Submits n executions to a server process over HTTP, one per
+           request, from 32 connections. Then n in bulk requests of 500,
+           compared with the same batches through the engine. Then 1,000
+           frames of 200 executions, each followed by a client.
+remote     One worker, connected to a server process over HTTP, runs n
+           executions while they are submitted: n / total time. Then one
+           execution at a time, from submit to handler start on the idle
+           worker.
 routed     Runs n executions that require ten sets of capabilities on forty
            workers. Then submits them one at a time.
-fairness   Time from submit to handler start of n executions in one namespace, one
-           at a time: alone, then with 10 n executions of another namespace
-           waiting. noise_left is how many of those still wait at the end. Then
-           one every 10 ms, alone and while another process submits ten times
-           as many in the other namespace, in bursts of 256.
+fairness   Time from submit to handler start of n executions in one namespace,
+           one at a time: alone, then with 10 n executions of another
+           namespace waiting. noise_left is how many of those still wait at
+           the end. Then one every 10 ms, alone and while another process
+           submits ten times as many in the other namespace, in bursts of 256.
 """
 
 
 def bench(
     scenario: Annotated[
-        Scenario | None, typer.Argument(show_default=False, help="Without it, lists all scenarios.")
+        Scenario | None,
+        typer.Argument(
+            metavar="SCENARIO", show_default=False, help="One of these. Without it, lists them."
+        ),
     ] = None,
     *,
     n: Annotated[
@@ -83,12 +88,14 @@ def bench(
         typer.Option(
             "--n",
             min=1,
+            metavar="N",
             help="How many executions, frames, tokens or flows. Defaults vary by scenario.",
         ),
     ] = None,
     aof: Annotated[Aof, typer.Option(help="The server's append-only file.")] = "no",
     repeat: Annotated[
-        int | None, typer.Option(min=1, help="How many runs; reports the median run.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="How many runs; reports the median run."),
     ] = None,
     unbatched: Annotated[
         bool,
@@ -127,6 +134,6 @@ def bench(
         Console().print(as_table(report))
 
 
-def register(app: typer.Typer) -> None:
-    """Add the `bench` command to an application."""
-    app.command("bench", help=_HELP)(bench)
+def register(app: typer.Typer, command: type[TyperCommand] = TyperCommand) -> None:
+    """Add `bench` to an application, as a command of this class."""
+    app.command("bench", help=_HELP, cls=command)(bench)

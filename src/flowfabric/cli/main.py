@@ -98,11 +98,11 @@ _SETTINGS: dict[str, Any] = {
 }
 
 _required_argument = re.compile(r"\{([^|{}]+)\}((?:\.\.\.)?)")
-_type_mark = re.compile(r"^(  \S+)( <(?:str|list\[str\])>)", re.MULTILINE)
+_type_mark = re.compile(r"^(  [^-\s]\S*)( <[^>]+>)( *)", re.MULTILINE)
 
 
 class Command(TyperCommand):
-    """A command whose help says `ID...` instead of `{ID}...` and shows no `<str>`."""
+    """A command whose help says `ID...` instead of `{ID}...` and shows no types of arguments."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Required arguments as bare names; only optional ones have brackets."""
@@ -111,7 +111,9 @@ class Command(TyperCommand):
 
     def get_help(self, ctx: Any) -> str:
         text = super().get_help(ctx)
-        return _type_mark.sub(lambda found: found[1] + " " * len(found[2]), text)
+        return _type_mark.sub(
+            lambda found: found[1] + (" " * len(found[2]) + found[3] if found[3] else ""), text
+        )
 
 
 class _Commands(TyperGroup):
@@ -192,7 +194,7 @@ def version(*, as_json: Json = False) -> None:
 
 for _name, (_, _summary) in COMMANDS.items():
     app.command(_name, help=_summary)(lambda: None)
-register_bench(app)
+register_bench(app, Command)
 app.command(cls=Command)(version)
 
 

@@ -62,7 +62,7 @@ def _footer(listing: ExecutionListing) -> str:
     total = plural(found, "execution")
     if not listing.complete:
         return f"Showing the newest {shown} of the first {total}; --all shows all"
-    text = f"{total}: {states}"
+    text = f"{total}: {states}" if states else total
     return text if shown == found else f"{text}. Showing the newest {shown}; --all shows all"
 
 

@@ -136,14 +136,14 @@ class Screen:
 
     def render_table(self, rows: Sequence[Row], *, wrap: bool = False) -> Table:
         """A table for a terminal. The cells of columns that are too wide are wrapped or cut."""
-        widths = _fitted_widths(rows, self.console.width)
+        widths = _fitted_widths(rows, self.console.width) if rows else []
         # Rich would leave columns out if the table is still too wide. The terminal wraps it.
-        width = sum(widths) + _SPACE * (len(widths) - 1)
+        width = sum(widths) + _SPACE * max(0, len(widths) - 1)
         padding = (0, _SPACE, 0, 0)
         table = Table(
             box=None, pad_edge=False, header_style="bright_black", padding=padding, width=width
         )
-        for header, each in zip(rows[0], widths, strict=True):
+        for header, each in zip(rows[0] if rows else (), widths, strict=True):
             overflow = "fold" if wrap else "ellipsis"
             table.add_column(header, width=each, no_wrap=not wrap, overflow=overflow)
         for row in rows:

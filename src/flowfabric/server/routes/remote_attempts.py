@@ -241,8 +241,8 @@ class FramesItem(Attempted, frozen=True, kw_only=True):
 
     frames: list[FrameBody]
     seq: U64
-    """Number of the last frame, counted by the worker from `seq_base` of the claim. Frames up to a
-    number that was received before are not written again."""
+    """Number of the last frame, counted by the worker from `seq_base` of the claim. An item whose
+    number is not above all earlier ones is a repeat and is not written."""
     mode: Literal["durable", "summary", "best_effort"] | None = None
     retention_maxlen: U32 | None = None
     ttl_ms: U32 | None = None
