@@ -112,7 +112,7 @@ async def _create(
     ] = False,
     dedup_ttl: Annotated[
         float, options.duration("How long to remember the dedup keys of reports.", "1ms", "7d")
-    ] = 86_400.0,
+    ] = "24h",  # pyright: ignore[reportArgumentType] - parsed like given ones
 ) -> None:
     """Create a budget. An existing budget is not changed."""
     async with open_backend(target, create=True) as backend:

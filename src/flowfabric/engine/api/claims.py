@@ -42,7 +42,7 @@ class ClaimRequest(msgspec.Struct, frozen=True):
         check.text(self.capabilities, "capabilities")
         check.positive_ms(self.lease_ttl_ms, "lease_ttl_ms")
         if self.namespaces is not None and not validate_namespaces(self.namespaces):
-            raise invalid_input("namespaces", "must name at least one; None stands for all")
+            raise invalid_input("namespaces", "must name at least one; pass None for all")
 
     @property
     def offer(self) -> caps.Offer:
