@@ -75,7 +75,7 @@ class _Running(msgspec.Struct):
 
 
 class Supervisor:
-    """Keeps `count` worker processes running until it is told to stop.
+    """Keeps `count` worker processes running until it is stopped.
 
     `command` is what follows `flowfabric`. `first_ready` gets the facts of the first process that
     is ready, `all_ready` is called when all of them are.

@@ -71,7 +71,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     next_steps: tuple[str, ...] = ()
     """Commands that would help."""
     why: WhyWaiting | None = None
-    """The facts behind it; None if it runs or has finished."""
+    """The facts that it is based on; None if the execution runs or has finished."""
     limits: ReachedLimits = ReachedLimits()
     """The exhausted budgets and the full quota policy that keep it from starting."""
 
@@ -141,7 +141,7 @@ def _waiting(detail: ExecutionDetail, why: WhyWaiting) -> str:
 
 
 def _closed_lane(info: ExecutionInfo, why: WhyWaiting) -> str:
-    """That its lane starts nothing; empty if it does."""
+    """A sentence if its lane starts nothing; otherwise empty."""
     if why.lane_state not in CLOSED_STATES:
         return ""
     reason = f" ({why.lane_reason})" if why.lane_reason else ""
@@ -188,7 +188,7 @@ def _held_by_flow(place: Membership) -> str:
 
 
 def _for_limits(detail: ExecutionDetail) -> str:
-    """Which of its budgets, or its quota, admits nothing now; empty if all admit it."""
+    """Which of its budgets, or that its quota, admits nothing now; empty if all admit it."""
     limits, where = detail.limits, _namespace_option(detail.execution)
     if limits.budgets:
         return _for_budget(limits.budgets[0], where, detail.now_ms)

@@ -21,7 +21,7 @@ from flowfabric.engine.api.executions import End, EndOutcome
 
 LANE_CLOSED = "lane closed"
 WORKER_DRAINING = "worker draining"
-"""Why a grant is refused whatever the execution."""
+"""Why a grant is refused for any execution."""
 
 
 class ClaimRequest(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class ClaimRequest(msgspec.Struct, frozen=True):
     """CSV of the tokens the worker offers, as `capabilities.offered_csv` builds it."""
     lease_ttl_ms: int = 30_000
     namespaces: tuple[str, ...] | None = None
-    """Those that the worker serves, in fair turns; None stands for all."""
+    """Those that the worker serves, in fair turns; None means all."""
 
     def __post_init__(self) -> None:
         validate_lane(self.lane_id)
