@@ -20,7 +20,7 @@ from flowfabric.sdk.logs import log_always
 log = logging.getLogger(__name__)
 
 Facts = dict[str, Any]
-"""What a worker says about itself when it is ready: its tasks, its lanes, its address."""
+"""What a worker says about itself when it is ready: its tasks, its lanes, its deployment."""
 _VARIABLE = "_FLOWFABRIC_MEMBER"
 """What a process knows of its place: its number, how many there are, and its link."""
 _FIRST_PAUSE_S = 0.5
