@@ -67,6 +67,7 @@ async def test_it_serves_every_lane_of_its_tasks(shop: Cli, client: Client) -> N
         banner = "\n".join(running.seen)
         for text in ("worker", "deployment", "unix:/", "default, mails", "forever, greet, mail"):
             assert text in banner
+        assert "concurrency  3" in banner
         greeted = await client.submit("greet", b'["Ada"]')
         mailed = await client.submit("mail", b'["x"]', lane="mails")
         assert await client.result(greeted.execution_id, 20) == b'"Hello, Ada!"'
