@@ -394,7 +394,7 @@ REFUSED: list[tuple[Callable[[Any, Any], Any], str]] = [
     (lambda _f, _t: ff.gather(cast("Any", [1])), "must be nodes; one item is a int"),
     (
         lambda f, t: f.options(after=[f.add(t, 1)]).add(t, ff.any_of(f.add(t, 2))),
-        r"cannot depend on others besides its any_of\(\) or quorum",
+        r"has an any_of\(\) or quorum\(\) and cannot depend on other nodes",
     ),
 ]
 

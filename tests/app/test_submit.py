@@ -143,10 +143,21 @@ async def test_options_of_a_wrong_type_are_refused_by_name(option: str, value: A
 async def test_an_option_that_does_not_exist_is_refused() -> None:
     nowhere = ff.Fabric("valkey://127.0.0.1:1")
     wrong: dict[str, Any] = {"prio": 5}
-    with pytest.raises(TypeError, match=r"There is no option 'prio'\. The options are: lane, prio"):
+    unknown = r"There is no option 'prio' here\. The options are: lane, "
+    with pytest.raises(TypeError, match=unknown + "prio"):
         nowhere.named("greet", **wrong)
-    with pytest.raises(TypeError, match=r"There is no option 'prio'\. The options are: lane, time"):
+    with pytest.raises(TypeError, match=unknown + "time"):
         nowhere.task(**wrong)
+
+
+async def test_an_option_in_the_wrong_place_is_refused_with_the_right_one() -> None:
+    nowhere = ff.Fabric("valkey://127.0.0.1:1")
+    of_submissions: dict[str, Any] = {"priority": 5}
+    of_tasks: dict[str, Any] = {"timeout": "1m"}
+    with pytest.raises(TypeError, match=r"Set it for a submission: task\.options\(priority=…\)"):
+        nowhere.task(**of_submissions)
+    with pytest.raises(TypeError, match=r"where the task is defined: @app\.task\(timeout=…\)"):
+        nowhere.named("greet", **of_tasks)
 
 
 async def test_one_idempotency_key_does_not_stand_for_a_batch() -> None:

@@ -48,7 +48,7 @@ REFUSED: list[tuple[str, str]] = [
     ("async def ship(order, ctx: Context): ...", "a context must be the first parameter"),
     ("async def ship(order: int, *, info: Context): ...", "a context must be the first parameter"),
     ("async def ship(*, ctx: Context): ...", "a context must be the first parameter"),
-    ("async def ship(ctx: Context | None): ...", "annotated with nothing else"),
+    ("async def ship(ctx: Context | None): ...", "its annotation the context type alone"),
 ]
 
 

@@ -296,6 +296,8 @@ MISFITS: list[tuple[str, bytes, str]] = [
     ("size", b'["big"]', "the argument 'size' does not fit int: Expected `int`, got `str`"),
     ("size", b'{"size": null}', "the argument 'size' does not fit int: Expected `int`, got `null`"),
     ("size", b"[1, 2]", "takes 1 argument, got 2"),
+    ("size", b"{}", "the argument 'size' is missing"),
+    ("size", b'{"scale": 2}', "the argument 'size' is missing and there is no parameter 'scale'"),
     ("size", b"{not json", "JSON is malformed"),
     ("item", b'[{"name": "x"}]', "the argument 'item' does not fit Item: Object missing required"),
     ("picky", b"[-1]", "the argument 'number' does not fit Picky: KeyError: -1"),

@@ -73,7 +73,7 @@ async def test_it_serves_reloads_and_ends_with_one_ctrl_c(project: Cli) -> None:
         shown = [line.rstrip() for line in terminal.text.splitlines()]
         banner = {line.split()[0]: line for line in shown if line.split()}
         assert banner["docs"].endswith(f":{http.address[1]}/docs")
-        assert "embedded Valkey in" in banner["data"]
+        assert "embedded Valkey in" in banner["deployment"]
         assert banner["tasks"].split() == ["tasks", "endless,", "greet"]
         assert "open to this machine" in banner["tokens"]
         assert (await http.get("/docs")).status == 200

@@ -65,8 +65,9 @@ async def test_it_serves_every_lane_of_its_tasks(shop: Cli, client: Client) -> N
     async with shop.start("worker", "shop:app", "--concurrency", "3") as running:
         await running.line("Ready.")
         banner = "\n".join(running.seen)
-        for text in ("worker", "address", "unix:/", "default, mails", "forever, greet, mail", "3"):
+        for text in ("worker", "deployment", "unix:/", "default, mails", "forever, greet, mail"):
             assert text in banner
+        assert "concurrency  3" in banner
         greeted = await client.submit("greet", b'["Ada"]')
         mailed = await client.submit("mail", b'["x"]', lane="mails")
         assert await client.result(greeted.execution_id, 20) == b'"Hello, Ada!"'

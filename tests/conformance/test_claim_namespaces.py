@@ -91,7 +91,7 @@ async def test_scans_show_one_namespace_or_all(engine: Engine) -> None:
 
 
 def test_a_request_without_namespaces_must_say_so() -> None:
-    with pytest.raises(ValidationError, match="None stands for all"):
+    with pytest.raises(ValidationError, match="pass None for all"):
         ClaimRequest("default", "w", "w-1", namespaces=())
     with pytest.raises(ValidationError, match="write"):
         ClaimRequest("default", "w", "w-1", namespaces="acme")  # pyright: ignore[reportArgumentType]

@@ -202,7 +202,9 @@ async def test_who_is_held_back_and_lacks_a_worker(engine: Engine, make_worker: 
     await block(held, "paused_by_operator", "under review")
     found = await Client(engine.backend).explain(held)
     assert found.text.startswith("It is waiting: paused by operator: under review. Release it")
-    assert ". Also, 1 live worker serves lane default, but the closest match lacks gpu" in found.text
+    assert (
+        ". Also, 1 live worker serves lane default, but the closest match lacks gpu" in found.text
+    )
     assert found.next_steps == ("flowfabric worker module:app --lanes default --capabilities gpu",)
 
 

@@ -118,12 +118,23 @@ class Arguments:
         bound.apply_defaults()
         return bound.args[self.takes_context :], {}
 
+    def _misfits(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[str], list[str]]:
+        """The arguments that a call lacks, and those that it has no parameter for."""
+        given = {*list(self._types)[: len(args)], *kwargs}
+        missing = [name for name in self._types if name in self._needed and name not in given]
+        return missing, [name for name in kwargs if name not in self._types]
+
+    def misfit(self, args: Sequence[Any], kwargs: dict[str, Any], error: TypeError) -> str:
+        """Why a stored call does not fit the function."""
+        missing, unknown = self._misfits(args, kwargs)
+        problems = [f"the argument {missing[0]!r} is missing"] if missing else []
+        problems += [f"there is no parameter {unknown[0]!r}"] if unknown else []
+        return " and ".join(problems) or str(error)
+
     def _mismatch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError
     ) -> Exception:
-        given = {*list(self._types)[: len(args)], *kwargs}
-        missing = [name for name in self._types if name in self._needed and name not in given]
-        unknown = [name for name in kwargs if name not in self._types]
+        missing, unknown = self._misfits(args, kwargs)
         problems = [f"is missing the argument {missing[0]!r}"] if missing else []
         problems += [f"has no parameter {unknown[0]!r}"] if unknown else []
         problem = " and ".join(problems) or f"does not accept this call: {error}"
@@ -170,7 +181,7 @@ def _problem(parameter: inspect.Parameter, position: int, hint: Any, is_async: b
     if not _mentions_context(hint):
         return ""
     if position or parameter.kind is parameter.KEYWORD_ONLY or get_args(hint):
-        return "a context must be the first parameter, annotated with nothing else."
+        return "a context must be the first parameter, and its annotation the context type alone."
     if hint is right:
         return ""
     way = f'Write "{parameter.name}: {right.__name__}"'

@@ -39,7 +39,7 @@ def encode(value: Any, field: str = "value") -> tuple[bytes, str]:
 
 
 def decode(data: bytes | None, encoding: str, into: Any = Any) -> Any:
-    """The value behind bytes, converted to the type `into`."""
+    """The value that the bytes encode, converted to the type `into`."""
     if data is None:
         return None
     if encoding != JSON:

@@ -298,8 +298,8 @@ class _Waits:
         if len(plans) > 1 or len(self.edges) > len(plans[0].sources):
             raise invalid_input(
                 "arguments",
-                f"node {self._key!r} cannot depend on others besides its any_of() or quorum(). "
-                "Pass the any_of() or quorum() to a node of its own, and pass that node here.",
+                f"node {self._key!r} has an any_of() or quorum() and cannot depend on other nodes. "
+                "Pass the any_of() or quorum() to a separate node, and pass that node here.",
             )
         return plans[0].join
 

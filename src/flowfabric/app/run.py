@@ -120,7 +120,7 @@ class Run(Generic[R_co]):
         return await (await self._connect()).explain(self.id)
 
     async def wait(self, timeout: Duration | None = None) -> Outcome:
-        """Wait until the execution has ended, whatever its outcome."""
+        """Wait until the execution has ended, with any outcome."""
         return await (await self._connect()).wait(self.id, timeout)
 
     async def result(self, timeout: Duration | None = None) -> R_co:

@@ -366,7 +366,12 @@ def _refuse_unknown(given: Mapping[str, object], options: type) -> None:
     known = options.__annotations__
     for name in given:
         if name not in known:
-            raise TypeError(f"There is no option {name!r}. The options are: {', '.join(known)}.")
+            advice = f"The options are: {', '.join(known)}."
+            if name in SubmitOptions.__annotations__:
+                advice = f"Set it for a submission: task.options({name}=…).submit(…)."
+            elif name in TaskOptions.__annotations__:
+                advice = f"Set it where the task is defined: @app.task({name}=…)."
+            raise TypeError(f"There is no option {name!r} here. {advice}")
 
 
 def _retry(retry: object) -> Retry | None:

@@ -137,12 +137,17 @@ class AppWorker:
                 args, kwargs = arguments.convert(*call_of)
                 if arguments.takes_context:
                     args.insert(0, make_context(claimed, runtime))
-                if task.is_async:
-                    call = function(*args, **kwargs)
-                else:
-                    # Checked here, where it cannot be taken for an error of the handler.
-                    signature.bind(*args, **kwargs)
-                    call = self._in_thread(claimed, functools.partial(function, *args, **kwargs))
+                try:
+                    if task.is_async:
+                        call = function(*args, **kwargs)
+                    else:
+                        # Checked here, where it cannot be taken for an error of the handler.
+                        signature.bind(*args, **kwargs)
+                        bound = functools.partial(function, *args, **kwargs)
+                        call = self._in_thread(claimed, bound)
+                except TypeError as error:
+                    given = args[arguments.takes_context :]
+                    raise PayloadMismatch(arguments.misfit(given, kwargs, error)) from error
             except (PayloadMismatch, ValueError, TypeError) as error:
                 category = PayloadMismatch.category
                 note = missing_note(claimed.claim.inputs)

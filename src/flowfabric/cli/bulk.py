@@ -76,7 +76,7 @@ class RefusedExecutions(msgspec.Struct):
 
 
 class Tally(msgspec.Struct):
-    """What became of the selected executions."""
+    """The outcome for the selected executions."""
 
     changed: int = 0
     skipped: int = 0

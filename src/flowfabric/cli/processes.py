@@ -21,7 +21,7 @@ from flowfabric.sdk.logs import log_always
 log = logging.getLogger(__name__)
 
 Facts = dict[str, Any]
-"""What a worker says about itself when it is ready: its tasks, its lanes, its address."""
+"""What a worker says about itself when it is ready: its tasks, its lanes, its deployment."""
 _VARIABLE = "_FLOWFABRIC_MEMBER"
 """What a process knows of its place: its number, how many there are, and its link."""
 _PAUSES_S = (0.5, 30.0)
@@ -75,7 +75,7 @@ class _Running(msgspec.Struct):
 
 
 class Supervisor:
-    """Keeps `count` worker processes running until it is told to stop.
+    """Keeps `count` worker processes running until it is stopped.
 
     `command` is what follows `flowfabric`. `first_ready` gets the facts of the first process that
     is ready, `all_ready` is called when all of them are.

@@ -54,7 +54,7 @@ invalid_input T Correct the named field and call again.
 invalid_cursor T Start again without a cursor, or pass the one returned last, unchanged.
 invalid_policy_json T Correct the named policy field and submit again.
 invalid_capabilities T Pass a list such as ["gpu"], without commas, spaces or the prefix task:.
-invalid_tag_key T Use keys like app.name: lower-case letters, digits, underscores, a dot; not ff.*.
+invalid_tag_key T Use keys such as app.name: lower case, digits, underscores, one dot; not ff.*.
 partition_mismatch T Set FF_*_PARTITIONS to the stored counts; create a member's id for its flow.
 payload_too_large T Store the data elsewhere and pass a reference, or raise the limit.
 fence_required T Pass the lease fence of the claimed task.

@@ -304,7 +304,7 @@ class Retry(msgspec.Struct, frozen=True):
         if type(self.n) is not int or not 0 <= self.n <= _U32_MAX:
             raise invalid_input("retry.n", f"must be from 0 to {_U32_MAX}, got {self.n!r}")
         if isinstance(self.categories, str):
-            raise invalid_input("retry.categories", "must be a sequence of names, not one text")
+            raise invalid_input("retry.categories", "must be a list of names, not a single text")
         self._backoff()
 
     def allows(self, error: Exception) -> bool:

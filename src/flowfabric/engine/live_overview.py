@@ -60,7 +60,7 @@ class DimensionUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveOverview(msgspec.Struct, frozen=True, kw_only=True):
-    """One look at a deployment. None stands for a part that could not be read."""
+    """One look at a deployment. None means that a part could not be read."""
 
     now_ms: int
     rates: Rates | None = None
@@ -168,7 +168,7 @@ class LiveReader:
         self._from: float | None = None
         """Since when completions are counted; None while they are not."""
         self._until: float | None = None
-        """When counting stopped; None while it goes on."""
+        """When counting stopped; None while it continues."""
         self._resume = asyncio.Event()
         self._before: tuple[float, int] | None = None
         self._following: asyncio.Task[None] | None = None

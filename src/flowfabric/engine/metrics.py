@@ -66,7 +66,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         ),
         _gauge(
             "ff_oldest_eligible_age_seconds",
-            "How long the longest-waiting execution of the lane, of whatever priority, has been "
+            "How long the longest-waiting execution of the lane, of any priority, has been "
             "claimable: since its creation or its last delay, retry, suspension or block. `other` "
             "is the longest time of its lanes.",
             "lane",

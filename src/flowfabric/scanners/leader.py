@@ -53,7 +53,7 @@ class LeaderElection:
         self._acquired_at = 0.0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Acquire, renew and watch the lease until told to stop; then give it up."""
+        """Acquire, renew and watch the lease until stopped; then release it."""
         while not stop.is_set():
             try:
                 pause = await self._step()

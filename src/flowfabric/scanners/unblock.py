@@ -31,7 +31,7 @@ _SETS = {"blocked:budget": FOR_BUDGET, "blocked:quota": FOR_QUOTA, BLOCKED: FOR_
 
 
 class UnblockScanner:
-    """Looks through all blocked executions, oldest first, and lets go of those that may start."""
+    """Looks through all blocked executions, oldest first, and releases those that may start."""
 
     name = "unblock"
 

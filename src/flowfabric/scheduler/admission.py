@@ -57,22 +57,22 @@ class Decision:
 
 @dataclass(eq=False)
 class AdmittedClaims:
-    """The claims of admitted candidates, and what became of the others."""
+    """The claims of admitted candidates, and the outcome for the others."""
 
     claims: list[Claim]
     held_back: int
     fault: EngineError | None
     unanswered: bool = False
-    """Whether the claim may have been made: repeat its request."""
+    """Whether the claim may have been made; if so, repeat its request."""
 
 
 class Admissions:
-    """Decides about candidates, and lets them go again when a quota's retry time has come."""
+    """Decides about candidates, and releases them when the retry time of a quota has come."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._timers: dict[str, tuple[float, asyncio.Task[None]]] = {}
-        """By quota policy: when, on the loop's clock, executions are let go."""
+        """When each quota policy releases executions, on the loop's clock."""
         self.counts = AdmissionCounts()
 
     async def claim(
@@ -198,7 +198,7 @@ class Admissions:
                     self._fault(each, FOR_QUOTA, f"quota policy {policy}", answer, decision)
 
     async def _about(self, policy: str) -> tuple[str, str]:
-        """What people call a policy, and its limits; empty if they cannot be read now."""
+        """The name and the limits of a policy; empty if they cannot be read now."""
         try:
             status = await self._backend.quotas.get_quota_status(policy)
         except EngineError:
@@ -260,7 +260,7 @@ class Admissions:
                 log.debug("cannot roll back admissions of quota %s: %s", policy, error)
 
     def _open_later(self, policy: str, seconds: float) -> None:
-        """Let executions go when the quota admits again; scanners do it if this process ends."""
+        """Release executions when the quota admits again; scanners do it if this process ends."""
         loop = asyncio.get_running_loop()
         earlier, due = self._timers.get(policy), loop.time() + seconds
         if earlier is not None:

@@ -41,13 +41,13 @@ OfferKey = tuple[tuple[str, ...], str, tuple[str, ...] | None]
 
 
 class Look(NamedTuple, Generic[T]):
-    """What one look for work found, which may be nothing."""
+    """What one search for work found, if anything."""
 
     found: T
     is_last: bool = False
     """Whether there is nothing to wait for."""
     refused: bool = False
-    """Whether the worker gets nothing: a ring is for another one."""
+    """Whether the worker gets nothing, so that a ring is for another one."""
 
 
 class DeskClaims(msgspec.Struct, frozen=True):
@@ -103,7 +103,7 @@ class ClaimDesk:
 
         async def look() -> Look[list[Claim]]:
             found = await claims.claim_many(wanted)
-            # A worker is told at once of a task that it does not know.
+            # Report a task that the worker does not know at once.
             is_last = bool(claims.draining or claims.left_to_others)
             return Look(found, is_last=is_last, refused=claims.draining)
 
@@ -148,7 +148,7 @@ class ClaimDesk:
     def offer(
         self, lanes: Iterable[str], offered: str, namespaces: Sequence[str] | None, instance: str
     ) -> "SharedOffer":
-        """What workers share that offer these tokens (CSV) to these lanes and namespaces."""
+        """What is shared by workers that offer these tokens (CSV) to these lanes and namespaces."""
         lanes = tuple(sorted(lanes))
         key = lanes, offered, None if namespaces is None else tuple(namespaces)
         offer = self._offers.get(key)
@@ -232,7 +232,7 @@ class SharedOffer:
                 return
 
     async def pass_on(self, place: WorkPlace) -> None:
-        """Let workers elsewhere hear a ring that led to nothing, once per interval."""
+        """Pass a ring that led to nothing to workers elsewhere, once per interval."""
         now = time.monotonic()
         if now - self._passed.get(place, -math.inf) >= _LISTEN_S:
             self._passed = {known: at for known, at in self._passed.items() if now - at < _LISTEN_S}
@@ -247,7 +247,7 @@ class SharedOffer:
             log.debug("could not wake another worker: %s", error)
 
     async def _listen(self) -> None:
-        """Turn rings into hints while workers wait, and sweep when it stays silent."""
+        """Turn rings into hints while workers wait, and sweep when no ring comes."""
         backoff = Backoff(*_PAUSES_S)
         try:
             while await self._is_wanted():

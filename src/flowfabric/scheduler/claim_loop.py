@@ -29,7 +29,7 @@ _OUTAGES = frozenset({"transport", "busy_loading", "cluster"})
 class ClaimLoop(Generic[T]):
     """Claims as long as permits are free and partitions are hinted, and starts what it claims.
 
-    With free permits and no hints it listens to the doorbell, and sweeps when that stays silent.
+    With free permits and no hints it listens to the doorbell, and sweeps when no ring comes.
     A busy worker hears no ring, so it looks around once per poll interval.
     """
 
@@ -104,7 +104,7 @@ class ClaimLoop(Generic[T]):
             await self._pass_on((lane.lane_id, tag))
 
     async def _pause(self, error: EngineError, seconds: float) -> None:
-        """Wait, but no longer than until the server is back or the loop is stopped."""
+        """Wait, but stop when the server is back or the loop is stopped."""
         waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._stopped.wait())]
         if isinstance(error, TransportError) and error.kind in _OUTAGES:
             waits.append(asyncio.ensure_future(self._until_up(seconds)))
@@ -128,7 +128,7 @@ class ClaimLoop(Generic[T]):
             self._listening = True
             self._doorbell.hear(self._claims.offered)
             try:
-                # Workers that started together do not sweep together for ever.
+                # Random, so that workers that started together do not keep sweeping together.
                 spread = random.uniform(0.9, 1.1)  # noqa: S311
                 places = await self._doorbell.wait(self._listen_s * spread)
                 backoff.reset()
@@ -150,7 +150,7 @@ class ClaimLoop(Generic[T]):
             self._wake.set()
 
     async def _look(self) -> None:
-        """Without this, a partition that keeps the worker busy would hide all others."""
+        """Look elsewhere, too: a partition that keeps the worker busy would hide all others."""
         released = 0
         while True:
             await asyncio.sleep(self._claims.poll_s)
@@ -167,7 +167,7 @@ class ClaimLoop(Generic[T]):
             self._wake.set()
 
     async def _pass_on(self, place: WorkPlace) -> None:
-        """Let another worker hear a ring that led to nothing, once per interval.
+        """Pass a ring that led to nothing to another worker, once per interval.
 
         A worker that hears it again within that time keeps it, so a ring for work that nobody can
         take goes round the idle workers once and ends.

@@ -42,9 +42,9 @@ class WorkerClaims(ClaimPermits[T]):
     """Claims of one worker process from the store."""
 
     shared: SharedHints | None = None
-    """What a server's claims for workers share; None: a worker claims for itself."""
+    """What a server's claims for workers share; None if a worker claims for itself."""
     weights: Mapping[str, int] | None = None
-    """How many turns lanes get, if not one."""
+    """How many turns a lane gets; one if it is not listed."""
     new_request_id: Callable[[], str] = new_uuid
     """Makes the id of each call that claims."""
 
@@ -79,7 +79,7 @@ class WorkerClaims(ClaimPermits[T]):
                     await self._sweep_when_due(lane)
                     tasks += await self._visit(lane, wanted - len(tasks))
         except EngineError:
-            # What was claimed before the fault is not lost with it.
+            # The fault must not lose what was claimed before it.
             if not tasks:
                 raise
         if self._fault is not None and not tasks:
@@ -167,7 +167,7 @@ class WorkerClaims(ClaimPermits[T]):
         self.log_unknown(claimed.unknown_tasks)
         again = again or claimed.worth_repeating or (lane_id, tag) in self._unanswered
         # Work remains but none was claimable by this worker: wait for a ring or the next sweep.
-        # A repeat only returned what it returned before.
+        # A repeat returned only what it had returned before.
         return tasks, again or (repeats and claimed.remaining > 0)
 
     def _note_limited(self, place: WorkPlace, claimed: ClaimedMany) -> bool:
@@ -253,7 +253,7 @@ class WorkerClaims(ClaimPermits[T]):
                 self.outage.ended()
                 if not room:
                     if of_flow:
-                        # What the members released waits there.
+                        # The members that these released wait there.
                         self.lanes[lane_id].add(tag)
                     return outcomes, list
                 if self.meter is not None:

@@ -1,4 +1,4 @@
-"""What metrics tell of claim cycles: how long each took, and what it found."""
+"""Metrics of claim cycles: how long each took, and what it found."""
 
 import time
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,4 +1,4 @@
-"""Leases that were claimed and that nothing runs: they go back to other workers."""
+"""Releases leases that were claimed but will not run here, so that other workers get them."""
 
 import asyncio
 import logging

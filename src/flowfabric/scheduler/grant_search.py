@@ -39,7 +39,7 @@ class GrantRequest(msgspec.Struct, frozen=True, kw_only=True):
     tasks: tuple[str, ...] = ()
     grant_ttl_ms: int = 5_000
     namespaces: tuple[str, ...] | None = None
-    """Those that it serves, in fair turns; None stands for all."""
+    """Those that it serves, in fair turns; None means all."""
 
     def __post_init__(self) -> None:
         validate_lane(self.lane_id)
@@ -53,7 +53,7 @@ class GrantRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrantSearch:
-    """One call of `claim_for_worker`: what it found out, and the faults that it passed by."""
+    """One call of `claim_for_worker`: what it found out, and the faults that it skipped."""
 
     def __init__(self, backend: Backend, admissions: Admissions, request: GrantRequest) -> None:
         self._backend = backend
@@ -198,6 +198,6 @@ class _CandidatePage:
         self.alike: list[Candidate] = []
         self.held_back = False
         self.closed = False
-        """Whether the lane gives nothing here, whatever waits."""
+        """Whether the lane starts nothing here, even if work waits."""
         self.drained = False
         """Whether it ends at a candidate that the worker does not get because it is drained."""

@@ -79,7 +79,7 @@ class LaneHints:
         self.claimed(tag, more=more)
 
     def claimed(self, tag: str, *, more: bool) -> None:
-        """Drop the hint at a partition, or move it behind the others if work remains there."""
+        """Drop the hint at a partition, or move it after the others if work remains there."""
         self.hinted.pop(tag, None)
         if more:
             self.hinted[tag] = None
@@ -97,10 +97,10 @@ class LaneHints:
         return [(self.lane_id, tag) for tag in tags if tag not in self.hinted]
 
     async def visit(self, tags: Iterable[str], wanted: int, take: Take[T]) -> list[T]:
-        """Go to the partitions in this order until `wanted` executions were taken.
+        """Visit the partitions in this order until `wanted` executions were taken.
 
-        Claims and grants alike pass here, so budgets and quotas are to be checked here. A call that
-        completes also claims, beside this: it must leave out what needs the check.
+        Claims and grants both pass here, so budgets and quotas must be checked here. A call that
+        completes also claims, but not here: it must leave out what needs the check.
         """
         taken: list[T] = []
         for tag in tags:
@@ -139,7 +139,7 @@ class LaneRotation:
         seed = fnv1a64(instance.encode())
         self._lanes = {lane: LaneHints(lane, counts, seed) for lane in dict.fromkeys(lanes)}
         self._order = list(self._lanes.values())
-        """Longest without a turn first."""
+        """The lane that has waited longest for a turn comes first."""
         self._weights = dict.fromkeys(self._lanes, 1) | dict(weights or {})
         self._credits = dict.fromkeys(self._lanes, 0)
 
@@ -156,7 +156,7 @@ class LaneRotation:
                 lane.add(tag)
 
     def some(self, most: int) -> list[LaneHints]:
-        """Up to `most` lanes, others each time: an idle worker with many lanes stays quiet."""
+        """Up to `most` lanes, in turn, so that an idle worker with many lanes stays quiet."""
         return [self.in_turn()[0] for _ in range(min(most, len(self._order)))]
 
     def in_turn(self) -> list[LaneHints]:

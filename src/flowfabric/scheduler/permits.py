@@ -1,7 +1,7 @@
 """Permits of a worker process: how many tasks may run, and what its claims offer.
 
 `WorkerClaims` claims from the store; a worker that is connected to a server claims through it. Both
-are `ClaimPermits`, and the rest of a worker does not tell them apart.
+are `ClaimPermits`, and the rest of a worker treats them alike.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class ClaimPermits(ABC, Generic[T]):
 
     backend: Backend
     requests: Mapping[str, ClaimRequest]
-    """What each lane is asked for."""
+    """What the claims of each lane ask for."""
     adopt: Callable[[Claim, float], T]
     """Makes a task of a claim and of when it was asked for."""
     free: int
@@ -114,7 +114,7 @@ class ClaimPermits(ABC, Generic[T]):
             self.on_release()
 
     async def claim_with(self, consume: Callable[[], Awaitable[Claim | R]]) -> T | R:
-        """Turn a grant into a task; an outcome that is no claim is returned as it is."""
+        """Turn a grant into a task; an outcome that is not a claim is returned unchanged."""
         if not self.reserve(1):
             if self.meter is not None:
                 self.meter.count("ff_worker_at_capacity_total")

@@ -18,7 +18,7 @@ _FIELDS = ("namespace", "required_capabilities", "offered_to", "execution_kind")
 
 
 async def release_routes(backend: Backend, places: Mapping[str, Iterable[str]]) -> int:
-    """Let those go that a single live worker of their namespace and lane covers; how many.
+    """Release those that a single live worker of their namespace and lane covers; how many.
 
     `places` are the lanes of each partition's tag.
     """
@@ -49,9 +49,9 @@ async def _release(backend: Backend, index: Index, fleet: Sequence[WorkerEntry] 
 async def release_covered(
     backend: Backend, index: Index, ids: Sequence[str], fleet: Sequence[WorkerEntry] | None
 ) -> int:
-    """Let those of a lane's blocked executions go that a worker covers; how many.
+    """Release those of a lane's blocked executions that a worker covers; how many.
 
-    What cannot be read is let go, too: whoever claims it decides again.
+    One that cannot be read is released, too: the next claim decides again.
     """
     covered = list(ids)
     if fleet is not None:

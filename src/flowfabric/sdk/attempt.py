@@ -1,4 +1,4 @@
-"""What every operation of a claimed task rests on: its claim, its lease, its single end."""
+"""The base of every operation of a claimed task: its claim, its lease, its single end."""
 
 import asyncio
 import logging
@@ -39,7 +39,7 @@ class HeldAttempt:
     _owner: "Worker"
     claim: Claim
     since: float
-    """When it was asked for, on the monotonic clock."""
+    """When the claim was sent, on the monotonic clock."""
     finished_by: str | None = None
     lease_lost: errors.LeaseLost | None = None
     """Why the lease is gone; None while it is held."""
@@ -237,7 +237,7 @@ class HeldAttempt:
             self._owner.release(self.held)
 
     async def discard(self, *, pause_s: float = DROP_PAUSE_S) -> None:
-        """Let go without a result: after a short pause, give the lease back, best effort."""
+        """Drop the task without a result: after a short pause, release the lease, best effort."""
         if self.finished_by is not None:
             return
         warn_dropped(self.execution_id)
@@ -277,7 +277,7 @@ async def verify(backend: Backend, handle: Handle, op: str) -> errors.Verdict:
         if ended and (op != "fail" or own.ended_by == "fail"):
             return "succeeded"
     elif own.lease_epoch > handle.lease_epoch or own.attempt_state == "suspended":
-        # Only a pause lets the same attempt go on under another lease.
+        # Only after a pause does the same attempt continue under another lease.
         return "succeeded"
     ours = own.attempt_state == "started" and own.lease_epoch == handle.lease_epoch
     return "failed" if ours else "superseded"

@@ -338,7 +338,7 @@ class Client(Submissions, FleetCalls, FlowCalls, BudgetCalls, QuotaCalls, Subscr
         return await self.backend.executions.cancel_execution(execution_id, reason)
 
     async def read_context(self, execution_id: ExecutionId) -> executions.ExecutionContext | None:
-        """Payload, kind and tags, or None when there is no such execution."""
+        """Payload, kind and tags; None if there is no such execution."""
         try:
             return await self.backend.reads.read_execution_context(execution_id)
         except ValidationError:

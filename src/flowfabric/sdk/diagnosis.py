@@ -79,7 +79,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     next_steps: tuple[str, ...] = ()
     """Commands that would help."""
     why: WhyWaiting | None = None
-    """The facts behind it; None if it runs or has finished."""
+    """The facts that it is based on; None if the execution runs or has finished."""
     limits: ReachedLimits = ReachedLimits()
     """The exhausted budgets and the full quota policy that keep it from starting."""
 
@@ -159,7 +159,7 @@ def _waiting(detail: ExecutionDetail, why: WhyWaiting) -> str:
 
 
 def _closed_lane(info: ExecutionInfo, why: WhyWaiting) -> str:
-    """That its lane starts nothing; empty if it does."""
+    """A sentence if its lane starts nothing; otherwise empty."""
     if why.lane_state not in CLOSED_STATES:
         return ""
     reason = f" ({why.lane_reason})" if why.lane_reason else ""

@@ -68,7 +68,7 @@ class Failing:
 
     @property
     def text(self) -> str:
-        """What the log says of it."""
+        """How the log describes it."""
         return f"failed: {self.failure.log_message}"
 
 
@@ -143,7 +143,7 @@ class Endings:
         """Store what the handler raised; the stored policy decides on a retry."""
         failure = describe(error)
         if task.finished_by is not None:
-            # The handler ended its task and then raised: its own call stands.
+            # The handler ended its task and then raised: its own call counts.
             if not _has_parked(error):
                 text = f"raised an exception after it had ended: {failure.log_message}"
                 log_task(logging.ERROR, "late_failure", task, text, cause=failure.exc_info)
@@ -165,7 +165,7 @@ class Endings:
     def _failed_with(
         self, task: ClaimedTask, failing: Failing, outcome: FailOutcome | BaseException
     ) -> None:
-        """Finish a task by what became of its failure, unless it was given up meanwhile."""
+        """Finish a task by the engine's answer to its failure, unless it was given up meanwhile."""
         cause = failing.failure.exc_info
         if task.finished_by is None:
             if isinstance(outcome, BaseException):
@@ -240,7 +240,7 @@ class Endings:
         task.finish("attempt_timeout")
 
     async def _expire(self, task: ClaimedTask) -> str:
-        """What became of the attempt; a scanner may have ended it first."""
+        """The outcome of the attempt; a scanner may have ended it first."""
         backend, answer = self.worker.backend, "not_yet_due"
         for _ in range(_EXPIRE_TRIES):
             (answer,) = await backend.upkeep.expire_execution(
@@ -300,7 +300,7 @@ class Endings:
     def add(self, task: ClaimedTask, result: bytes | Encoded | None) -> None:
         """Complete this task with the others of this loop tick.
 
-        Refuses here what is no result, so that it fails one handler and not the whole batch.
+        Refuses an invalid result here, so that it fails one handler and not the whole batch.
         """
         handle = task.claim.handle
         if result is None or type(result) is bytes:

@@ -19,7 +19,7 @@ _TRACEBACK_CHARS = 32_768
 _HEADER = "\nTraceback (most recent call last):\n"
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _exception_type = re.compile(r"(?:handler crashed: )?([^\s:]+)").match
-# The first that fits.
+# The first match counts.
 _CATEGORIES: dict[type[BaseException], str] = {
     errors.RetryableError: "transient",
     errors.PayloadMismatch: errors.PayloadMismatch.category,
@@ -76,7 +76,7 @@ class FailureDescription(msgspec.Struct, frozen=True):
     """The reason, then where it happened: the innermost frames that fit."""
     log_message: str
     exc_info: BaseException | None
-    """What a log record shows besides; None when it has no traceback, or a huge one."""
+    """What a log record also shows; None if there is no traceback, or a huge one."""
 
 
 def describe(error: BaseException) -> FailureDescription:

@@ -41,7 +41,7 @@ class LoopThread(ABC):
     """Runs `_main` in an event loop of its own, once."""
 
     crashed: ClassVar[tuple[str, str] | None] = None
-    """What a log record says of a crash after `_ready`, and its action."""
+    """The message of the log record about a crash after `_ready`, and its action."""
 
     def __init__(self, name: str) -> None:
         self._name = name

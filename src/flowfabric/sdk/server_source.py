@@ -70,7 +70,7 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
         super().__post_init__()
         self.link = cast("HttpBackend", self.backend).link
         self.body: dict[str, Any] = {}
-        """What every claim says of this worker."""
+        """How every claim describes this worker."""
         self.on_offer: Callable[[], None] | None = None
         """Called when the next claims offer something else."""
         self._unanswered: dict[str, float] = {}
@@ -141,7 +141,7 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
         return new_uuid(), now
 
     def _adopted(self, found: "RemoteClaims | _Answer", since: float) -> list[ClaimedTask]:
-        """The claimed tasks, as far as permits are free; the others are given back."""
+        """As many claimed tasks as permits are free; the others are released."""
         claims = found.claims
         taken = self.reserve(len(claims))
         if taken < len(claims):
@@ -183,7 +183,7 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
             try:
                 answers, claimed = await self._end([items[i] for i in places], may_repeat)
             except EngineError as error:
-                # What became of the others is known.
+                # The outcome of the others is known.
                 answers, claimed = [error] * len(places), list
             for i, answer in zip(places, answers, strict=True):
                 outcomes[i] = answer
@@ -285,7 +285,7 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
                 return answer
 
     async def give_back_unanswered(self) -> None:
-        """Give back what was claimed by calls whose answers were lost."""
+        """Release what was claimed by calls whose answers were lost."""
         while self._unanswered:
             request_id, _ = self._unanswered.popitem()
             # Without an answer, the leases expire.
@@ -424,7 +424,7 @@ class PollLoop:
         return [] if polling.cancelled() else polling.result()
 
     async def _rest(self, seconds: float) -> None:
-        """Wait, but no longer than until the loop is stopped."""
+        """Wait, but stop when the loop is stopped."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not self._stopped:

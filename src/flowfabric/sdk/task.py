@@ -69,7 +69,7 @@ class ClaimedTask(HeldAttempt):
         await self._land("cancel", lambda: cancel(self.handle, reason))
 
     async def delay_execution(self, delay_until_ms: int) -> None:
-        """Give the lease back until then (at or before now: at once); the attempt resumes later."""
+        """Release the lease until then (at or before now: at once); the attempt resumes later."""
         await self.flush_best_effort()
         delay = self.backend.executions.delay
         await self._land("delay", lambda: delay(self.handle, delay_until_ms))
@@ -148,7 +148,7 @@ class ClaimedTask(HeldAttempt):
         return await self.backend.leases.renew(self.handle)
 
     async def update_progress(self, pct: int | None = None, message: str | None = None) -> None:
-        """Store how far the attempt is; what is not given stays as it was."""
+        """Store the progress of the attempt; what you do not pass stays unchanged."""
         self._require_lease()
         progress = self.backend.executions.progress
         await self._repeat(lambda: progress(self.handle, pct, message))
@@ -161,7 +161,7 @@ class ClaimedTask(HeldAttempt):
         prompt: str | None = None,
         details: Any = None,
     ) -> suspension.PendingWaitpoint:
-        """A waitpoint to give away now and wait on later; it stores signals until then."""
+        """A waitpoint to hand out now and wait for later; it stores signals until then."""
         self._require_lease()
         return await self.backend.waitpoints.create_waitpoint(
             self.handle, waitpoint_key, expires_in_ms, prompt=prompt, details=details
@@ -235,7 +235,7 @@ class ClaimedTask(HeldAttempt):
     ) -> budgets.UsageOutcome:
         """Count usage of a budget, named by its name or UUID. A breach is a result.
 
-        With `enforce`, a breach also does what the budget says: it raises `BudgetExceeded`,
+        With `enforce`, a breach also does what the budget specifies: it raises `BudgetExceeded`,
         suspends the task, or logs a warning. A repeat with the same `dedup_key` counts once.
         """
         spent, dedup_key = spent_and_key(usage, dedup_key)
@@ -277,14 +277,14 @@ class ClaimedTask(HeldAttempt):
         return await self.backend.budgets.settle(self._budget_id(budget), reservation_id, actual)
 
     async def release_reservation(self, budget: str, reservation_id: str) -> budgets.ReleaseOutcome:
-        """Give a hold back, because nothing was spent."""
+        """Release a hold, because nothing was spent."""
         release = self.backend.budgets.release_reservation
         return await release(self._budget_id(budget), reservation_id)
 
     async def enforce(
         self, budget: str, outcome: budgets.UsageOutcome | budgets.ReserveOutcome
     ) -> None:
-        """Do what a budget says about a breach; other outcomes change nothing."""
+        """Do what a budget specifies for a breach; other outcomes change nothing."""
         if isinstance(outcome, budgets.SoftBreach):
             if outcome.action != "allow":
                 text = f"{outcome.dimension} {outcome.current_usage} of {outcome.soft_limit}"

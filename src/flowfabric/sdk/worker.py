@@ -110,7 +110,7 @@ class Worker(ClosedOnce):
         `offer_tasks`.
         """
         connect = place if callable(place) else partial(open_backend, place)
-        # Local mistakes first: a typo must not register an instance that never serves.
+        # Check local settings first: a typo must not register a worker that never serves.
         settings = ScannerSettings.from_env() if config.scanners else None
         backend = await opened(connect)
         outage = Outage("the server" if backend.remote else "Valkey")
@@ -154,7 +154,7 @@ class Worker(ClosedOnce):
         self._registered = True
 
     def offer_tasks(self, tasks: Iterable[str], *, no_others: bool = False) -> None:
-        """Say which tasks this process knows. It then gets executions that wait for one of them.
+        """Declare the tasks that this process knows. It then gets executions that wait for them.
 
         With `no_others`, its claims leave tasks that it does not know to workers that do.
         """
@@ -321,7 +321,7 @@ class Worker(ClosedOnce):
         return outcome
 
     async def _close(self) -> None:
-        """Give held leases back, deregister, close every connection."""
+        """Release held leases, deregister, and close every connection."""
         async with contextlib.AsyncExitStack() as closing:
             # Runs from the last to the first; each step also after one that failed.
             closing.push_async_callback(self.backend.aclose)

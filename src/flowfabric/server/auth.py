@@ -62,7 +62,7 @@ class ApiCaller(msgspec.Struct, frozen=True):
     token_id: str
     scopes: frozenset[str] = frozenset({"admin"})
     namespaces: frozenset[str] | None = None
-    """None: all of them."""
+    """None means all of them."""
     limit: RateLimit | None = None
 
     def may(self, scope: str) -> bool:
@@ -87,7 +87,7 @@ class StoredToken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     scopes: tuple[str, ...]
     namespaces: tuple[str, ...] | None = None
     rate_per_s: float | None = None
-    """How many requests per second a server accepts; None: any number."""
+    """How many requests per second a server accepts; None means any number."""
     burst: int | None = None
     """How many requests may come at once; by default, those of one second."""
     created_at: int = 0

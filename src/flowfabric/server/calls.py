@@ -193,12 +193,12 @@ class Call(Generic[B, Q]):
             raise Problem("forbidden", f"this token may not use namespace {namespace!r}")
 
     def require_all_namespaces(self) -> None:
-        """Refuse a caller of some namespaces: the operation affects all of them."""
+        """Refuse a caller that is limited to namespaces: the operation affects all of them."""
         if self.caller.namespaces is not None:
             raise Problem("forbidden", "this call needs a token that is not limited to namespaces")
 
     async def visible(self, execution_id: ExecutionId) -> ExecutionId:
-        """The execution, or `execution_not_found` if it belongs to a namespace of others."""
+        """The execution, or `execution_not_found` if the caller may not use its namespace."""
         if self.caller.namespaces is not None:
             found = await self.backend.reads.get_execution_namespace(execution_id)
             if found is None or not self.caller.sees(found):
@@ -210,7 +210,7 @@ class Call(Generic[B, Q]):
         return await self.visible(self.execution_id(name))
 
     async def visible_flow(self, flow_id: str) -> str:
-        """The flow, or `flow_not_found` if it belongs to a namespace of others."""
+        """The flow, or `flow_not_found` if the caller may not use its namespace."""
         if self.caller.namespaces is not None:
             found = await self.backend.flows.describe_flow(flow_id, edge_groups=False)
             if found is None or not self.caller.sees(found.namespace):
@@ -222,7 +222,7 @@ class Call(Generic[B, Q]):
         return await self.visible_flow(self.uuid("flow_id"))
 
     async def until(self, ready: Callable[[], Awaitable[T | None]], wait_ms: int) -> T | None:
-        """Await `ready`, at most `wait_ms`; None after that, or when the client is gone."""
+        """Await `ready`, at most `wait_ms`; None after that, or when the client disconnects."""
         if not wait_ms:
             return None
         waiting = asyncio.ensure_future(ready())

@@ -35,7 +35,7 @@ class Changes:
     async def start(self, cursor: str) -> None:
         """Subscribe. A malformed or expired cursor is refused before anything is sent."""
         if cursor in ("now", "start") or cursor.isdigit():
-            raise Problem("invalid_cursor", "cursor: must be one of an event of this subscription")
+            raise Problem("invalid_cursor", "cursor: must be that of an event of this subscription")
         self._subscription = await self._opens(cursor or "now")
         self.position = cursor_text(self._subscription.cursor)
         self._pumping = asyncio.create_task(self._pump(self._subscription), name="ff-sse")

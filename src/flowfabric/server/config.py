@@ -128,7 +128,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     metrics_auth: bool = False
     """Whether `/metrics` needs a token."""
     cors_origins: frozenset[str] | None = None
-    """None: any origin."""
+    """None means any origin."""
     limits: BodyLimits = BodyLimits()
     max_event_streams: int = 256
     max_requests: int = 1024
@@ -236,7 +236,7 @@ def _known(name: str, where: str) -> bool:
 
 
 def misspelled(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Variables that are no setting, each with the setting whose name is almost the same."""
+    """Variables that are not settings, each with the setting whose name resembles it."""
     others = {name for name in environ if name.startswith("FF_")} - set(NAMES)
     found = ((name, get_close_matches(name, NAMES, 1, _ALIKE)) for name in sorted(others))
     return [(name, meant[0]) for name, meant in found if meant]

@@ -16,7 +16,7 @@ _EXPOSED: Header = (b"access-control-expose-headers", b"*")
 
 
 def parse_origins(text: str | None) -> frozenset[str] | None:
-    """The allowed origins; None: any."""
+    """The allowed origins; None means any."""
     if text is None:
         return None
     named = [origin for part in text.split(",") if (origin := part.strip())]
@@ -35,7 +35,7 @@ def parse_origins(text: str | None) -> frozenset[str] | None:
 
 
 class Cors:
-    """What browsers of other origins are told."""
+    """The headers for browsers of other origins."""
 
     def __init__(self, origins: frozenset[str] | None, *, with_token: bool) -> None:
         self._origins = origins
@@ -51,7 +51,7 @@ class Cors:
         return [(b"access-control-allow-origin", origin), _EXPOSED, _VARY]
 
     def preflight(self, method: str, headers: Mapping[bytes, bytes]) -> list[Header] | None:
-        """The headers of the answer to a preflight; None if the request is no preflight."""
+        """The headers of the answer to a preflight; None if the request is not a preflight."""
         origin = headers.get(b"origin")
         if method != "OPTIONS" or not origin or b"access-control-request-method" not in headers:
             return None

@@ -57,7 +57,7 @@ class EventDispatcher:
                 await self._follow()
             except EngineError as error:
                 if error.code == "cursor_expired":
-                    # More happened than the feeds keep: the rest is gone, and says so.
+                    # More happened than the feeds keep: log that the rest is gone.
                     text = "operator events were trimmed before they were read: %s"
                     log.warning(text, error, extra={"action": "events_trimmed"})
                     self._cursor = error.details[0] if error.details else "now"

@@ -42,7 +42,7 @@ def start_error_reports(environ: Mapping[str, str]) -> None:
     if not check_error_reports(environ):
         return
     chosen = {name: environ.get(name, "").strip() or value for name, value in DEFAULTS.items()}
-    # Only where it is wanted: it is no dependency.
+    # Imported only here: it is not a dependency.
     import_module(_PACKAGE).init(
         dsn=chosen[DSN],
         environment=chosen["FF_SENTRY_ENVIRONMENT"],

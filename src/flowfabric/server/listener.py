@@ -120,7 +120,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.abort()
 
     def abort(self) -> None:
-        """Close at once, whatever is left to send."""
+        """Close at once, even if there is more to send."""
         self._socket.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -256,7 +256,7 @@ def _closing_answer(problem: Problem) -> bytes:
 
 
 class Listener(uvicorn.Server):
-    """Serves an application on one socket until it is told to stop."""
+    """Serves an application on one socket until `stop`."""
 
     def __init__(self, app: ServerApp, bound: socket.socket) -> None:
         self.connections = Connections(connections_allowed())

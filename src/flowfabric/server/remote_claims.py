@@ -192,7 +192,7 @@ class RemoteDesk:
             return []
 
     async def _await(self, claiming: _Claiming, request: Request) -> DeskClaims:
-        """What was claimed, unless the client goes before it is told."""
+        """What was claimed, unless the client disconnects before it is answered."""
         gone = asyncio.ensure_future(request.disconnected())
         task = claiming.task
         claiming.clients += 1

@@ -13,7 +13,7 @@ Scope = Literal["read", "submit", "signal", "operate", "admin", "remote"]
 Limit = Literal["large", "medium", "control", "bulk"]
 Handler = Callable[[Any], Awaitable[Any]]
 _ANY = "{}"
-"""In the tree of segments, what stands for a parameter."""
+"""The key of a parameter in the tree of segments."""
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,10 +25,10 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     scope: Scope | None
     """What a token must allow; None: open to everyone."""
     body: Any = None
-    """The type of the request body; None: whatever is sent is ignored."""
+    """The type of the request body; None means that a body is ignored."""
     optional_body: bool = False
     documented: Any = None
-    """What OpenAPI says of the body, if the handler decodes it itself."""
+    """How OpenAPI describes the body, if the handler decodes it itself."""
     forms: tuple[str, ...] = ()
     """The content types that the body may have besides JSON."""
     headers: tuple[str, ...] = ()

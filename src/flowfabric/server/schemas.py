@@ -42,7 +42,7 @@ class Listed(msgspec.Struct, frozen=True):
 
 
 class Content(msgspec.Struct, frozen=True):
-    """Something else than JSON."""
+    """An answer that is not JSON."""
 
     media_type: str
 
@@ -78,7 +78,7 @@ class EventPage(msgspec.Struct, frozen=True):
 
 
 class StepAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A recorded step; `encoding` tells how the text of `result` represents its bytes."""
+    """A recorded step; `encoding` says how the text of `result` represents its bytes."""
 
     step_key: str
     seq: int

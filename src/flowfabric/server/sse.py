@@ -30,7 +30,7 @@ def sent(name: str, data: Any, position: str) -> bytes:
 
 
 def given_position(call: Call[Any, Any], cursor: str) -> str:
-    """Where the client wants to continue; empty: it is new."""
+    """Where the client wants to continue; empty for a new client."""
     return call.request.header(b"last-event-id") or cursor
 
 

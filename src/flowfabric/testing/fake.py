@@ -21,7 +21,7 @@ from flowfabric.sdk.task import ClaimedTask
 T = TypeVar("T")
 
 Answer = str | Signal | None
-"""A signal, or only its name. None: nobody answers, and the wait times out."""
+"""A signal, or only its name. With None, the wait times out."""
 Answers = Mapping[str, Answer | Sequence[Answer]]
 """By the name of the wait; a list has the answers to several waits, or several answers to one."""
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Final, Self
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, unquote_to_bytes, urlsplit
 
 import msgspec
 
@@ -188,8 +188,8 @@ def _parse_unix(parts: SplitResult) -> Address:
     if options:
         raise ValueError(f"the only option of unix:// is db; {_ESCAPE}")
     username, password = _credentials(userinfo)
-    # Like Python's paths, keep bytes that are not UTF-8.
-    path = unquote(raw_path, errors="surrogateescape")
+    # As Python's paths: the file system's encoding may not be UTF-8, nor the path valid in it.
+    path = os.fsdecode(unquote_to_bytes(os.fsencode(raw_path)))
     return Address(socket_path=path, username=username, password=password, db=db)
 
 

@@ -56,7 +56,7 @@ class EmbeddedServer:
         self._binary = binary
         self.owner = False
         """Whether this hold started the server."""
-        self.url = "unix://" + quote(folder.socket, errors="surrogateescape")
+        self.url = "unix://" + quote(os.fsencode(folder.socket))
         """The server's address for this process; fixed for the life of the hold."""
         self.data_dir = folder.path
 

@@ -39,7 +39,7 @@ def test_retry_is_the_short_form() -> None:
         ({"n": True}, "retry.n: must be from 0 to 4294967295, got True"),
         ({"n": 2**32}, "retry.n: must be from 0 to 4294967295, got 4294967296"),
         ({"backoff": -1}, "retry.backoff: must not be negative"),
-        ({"categories": "timeout"}, "retry.categories: must be a sequence of names, not one text"),
+        ({"categories": "timeout"}, "retry.categories: must be a list of names, not a single text"),
     ],
 )
 def test_retry_refuses_nonsense_at_once(arguments: dict[str, Any], detail: str) -> None:

@@ -88,7 +88,7 @@ async def backlog(at: Arena) -> Figures:
 
 
 async def _grow(at: Arena, wanted: int) -> None:
-    """Create so many executions."""
+    """Create this many executions."""
     at.progress.begin(f"backlog: create {wanted:,}", wanted)
     for start in range(0, wanted, _SLICE):
         await at.raw.send(at.raw.creations(min(_SLICE, wanted - start)))

@@ -205,10 +205,10 @@ class _Development:
 
     def _introduce(self, facts: Facts | None) -> None:
         """Print the banner once; later only what a new worker serves."""
-        if facts is not None and facts["address"] != self._where:
+        if facts is not None and facts["deployment"] != self._where:
             extra = {"action": "dev_other_deployment"}
             text = "the application uses %s, but the API uses %s: set --url or FF_URL for both"
-            log.warning(text, facts["address"], self._where, extra=extra)
+            log.warning(text, facts["deployment"], self._where, extra=extra)
         tasks = "none yet: the application cannot be loaded" if facts is None else facts["tasks"]
         if self._introduced:
             if facts is not None:
@@ -221,7 +221,7 @@ class _Development:
             "API": address,
             "docs": f"{address}/docs",
             "tokens": openness(self._server),
-            "data": self._where,
+            "deployment": self._where,
             "tasks": listed(tasks),
             "reload": self._watched(),
         }

@@ -52,7 +52,9 @@ async def submit(
         str | None, value("NAME", "Use this lane, not the task's own.", parser=options.parse_lane)
     ] = None,
     priority: Annotated[int | None, value("N", "Higher numbers start first.")] = None,
-    delay: Annotated[float | None, options.duration("Wait this long before the first run.")] = None,
+    delay: Annotated[
+        float | None, options.duration("Wait this long before the first attempt.")
+    ] = None,
     idempotency_key: Annotated[
         str | None, value("KEY", "Submitting twice with the same key creates one execution.")
     ] = None,

@@ -39,7 +39,9 @@ def _file(given: Path | None) -> Path:
 
 def _scope(name: str) -> str:
     if name not in SCOPES:
-        raise UsageError("usage", f"there is no scope {name!r}", f"known: {', '.join(SCOPES)}")
+        raise UsageError(
+            "usage", f"there is no scope {name!r}", f"the scopes are {', '.join(SCOPES)}"
+        )
     return name
 
 

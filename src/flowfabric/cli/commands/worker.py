@@ -283,7 +283,7 @@ def _facts(app: Fabric, worker: AppWorker, member: Member | None) -> Facts:
     config = worker.config
     return {
         "processes": 1 if member is None else member.count,
-        "address": describe_location(app.location),
+        "deployment": describe_location(app.location),
         "namespace": ", ".join(config.namespaces) or app.namespace,
         "lanes": list(config.lanes),
         "tasks": sorted(app.tasks),

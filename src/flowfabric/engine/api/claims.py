@@ -21,7 +21,7 @@ from flowfabric.engine.api.executions import End, EndOutcome
 
 LANE_CLOSED = "lane closed"
 WORKER_DRAINING = "worker draining"
-"""Why a grant is refused whatever the execution."""
+"""Why a grant is refused for any execution."""
 
 
 class ClaimRequest(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class ClaimRequest(msgspec.Struct, frozen=True):
     """CSV of the tokens the worker offers, as `capabilities.offered_csv` builds it."""
     lease_ttl_ms: int = 30_000
     namespaces: tuple[str, ...] | None = None
-    """Those that the worker serves, in fair turns; None stands for all."""
+    """Those that the worker serves, in fair turns; None means all."""
 
     def __post_init__(self) -> None:
         validate_lane(self.lane_id)
@@ -42,7 +42,7 @@ class ClaimRequest(msgspec.Struct, frozen=True):
         check.text(self.capabilities, "capabilities")
         check.positive_ms(self.lease_ttl_ms, "lease_ttl_ms")
         if self.namespaces is not None and not validate_namespaces(self.namespaces):
-            raise invalid_input("namespaces", "must name at least one; None stands for all")
+            raise invalid_input("namespaces", "must name at least one; pass None for all")
 
     @property
     def offer(self) -> caps.Offer:

@@ -52,7 +52,7 @@ class FailedAttempt(msgspec.Struct, frozen=True):
 End = Completion | FailedAttempt
 """How an attempt ends that its worker has run."""
 EndOutcome = executions.FailOutcome | EngineError | None
-"""What became of it; None means completed."""
+"""The outcome; None means completed."""
 
 
 def check_size(payload: Any, field: str, limit: int) -> None:

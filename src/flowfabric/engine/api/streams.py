@@ -221,7 +221,7 @@ class Streams(Concern, Protocol):
     """Attempt output: appending, reading, following, summaries."""
 
     def viewers(self, ceiling: int) -> StreamViewers:
-        """At most so many tails beside those of the process's own pool. Close it at the end."""
+        """At most `ceiling` tails, besides those of the process's own pool. Close it after use."""
         ...
 
     async def append_frame(

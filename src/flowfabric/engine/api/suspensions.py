@@ -135,7 +135,7 @@ class Suspensions(Concern, Protocol):
     async def resume_execution(
         self, execution_id: ExecutionId, *, trigger_type: str = "operator", resume_delay_ms: int = 0
     ) -> suspension.Resumed:
-        """End a pause by hand, whatever its condition."""
+        """End a suspension by hand, even if its condition is not met."""
         ...
 
     async def expire_suspension(self, tag: str, ids: Sequence[str]) -> list[str]:

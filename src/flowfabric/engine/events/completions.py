@@ -18,7 +18,7 @@ _WAIT_S = 5.0
 _PAUSES_S = (0.05, 1.0)
 _NUDGE_S = 0.001
 _RECHECK_S = 15.0
-"""A waiter that missed its event for whatever reason reads the state again after this time."""
+"""A waiter that missed its event for any reason reads the state again after this time."""
 _ENDED = frozenset({"completed", "failed", "cancelled", "expired", "skipped"})
 Waiters = dict[Stop, list[asyncio.Future[None]]]
 """Who waits, by what for."""
@@ -81,7 +81,7 @@ class CompletionWatch:
         return sum(len(of) for each in self._watchers.values() for of in each.waiters.values())
 
     async def aclose(self) -> None:
-        """Stop reading; whoever still waits gets an error."""
+        """Stop reading; callers that still wait get an error."""
         watchers, self._watchers = self._watchers, {}
         for watcher in watchers.values():
             await watcher.aclose()

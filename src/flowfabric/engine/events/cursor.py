@@ -83,7 +83,7 @@ class FeedCursor(msgspec.Struct, frozen=True):
         except (struct.error, IndexError, ValueError):
             pass
         raise ValidationError(
-            "invalid_cursor", "cursor: must be one of an event of this subscription"
+            "invalid_cursor", "cursor: must be that of an event of this subscription"
         )
 
 

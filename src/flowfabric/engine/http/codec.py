@@ -26,7 +26,7 @@ _Tagger = Callable[[Any], Any]
 
 
 class WireError(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An error as a result: what became of one item of a batch."""
+    """An error as a result: the outcome of one item of a batch."""
 
     code: str
     details: tuple[str, ...] = ()

@@ -244,7 +244,9 @@ class FlowReads:
         limit = min(check.whole(limit, "limit"), _MAX_PAGE)
         given_cursor(cursor)
         if outgoing is not None and incoming is not None:
-            raise ValidationError("invalid_input", "incoming: give it or outgoing, not both")
+            raise ValidationError(
+                "invalid_input", "incoming: pass either incoming or outgoing, not both"
+            )
         if incoming is not None:
             child = self._calls.checked(incoming, "incoming")
             api.check_member(tag, child)

@@ -185,7 +185,7 @@ def _damage(stored: Stored) -> EngineError:
         stored.number(name, 0)
     if "p" not in stored.fields:
         return stored.corrupt("p", "is missing")
-    return stored.corrupt("m", "is no mode")
+    return stored.corrupt("m", "is not a mode")
 
 
 def summary_of(context: str, raw: Any) -> contracts.SummaryDocument | None:

@@ -91,7 +91,7 @@ class ValkeySuspensions(Suspensions):
         else:
             partitions = [check.partition(partition, self._calls.counts)]
         if cursor and begin not in partitions:
-            raise ValidationError("invalid_cursor", "is of another listing")
+            raise ValidationError("invalid_cursor", "belongs to another listing")
         if limit <= 0:
             return suspension.SuspendedPage(())
         places = await self._places.lanes_by_partition()

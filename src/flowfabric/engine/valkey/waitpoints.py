@@ -148,7 +148,9 @@ class ValkeyWaitpoints(Waitpoints):
         """The row of an open waitpoint."""
         context = f"waitpoint {shown(identity)}"
         if not ids.is_uuid(identity):
-            raise corrupt(execution_id, "waitpoints", "holds a member that is no waitpoint id")
+            raise corrupt(
+                execution_id, "waitpoints", "contains a member that is not a waitpoint id"
+            )
         stored = await self._stored(context, "record", keys.waitpoint(execution_id.tag, identity))
         if stored is None:
             raise corrupt(context, "record", "is missing")
@@ -387,7 +389,7 @@ def _ids(stored: Stored, name: str) -> list[str]:
     """The ids of a comma-separated field."""
     found = [each for each in stored.text(name, "").split(",") if each]
     if not all(map(ids.is_uuid, found)):
-        raise stored.corrupt(name, "holds something that is no id")
+        raise stored.corrupt(name, "contains something that is not an id")
     return found
 
 

@@ -266,7 +266,7 @@ async def read_history(call: Call[None, NoQuery]) -> Reply:
     errors=(404,),
 )
 async def list_steps(call: Call[None, PageQuery]) -> Reply:
-    """List what the handlers of an execution recorded, in the order in which they did."""
+    """List the steps that the handlers of an execution recorded, in order."""
     execution_id, cursor = await call.execution(), call.query.cursor
     if cursor and not _is_step_cursor(cursor):
         raise Problem("invalid_cursor", "cursor: must be one that this listing returned")

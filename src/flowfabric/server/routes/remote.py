@@ -77,7 +77,7 @@ async def rows_of(
     kind: type[T],
     act: Callable[[T, Handle], Awaitable[Any]],
 ) -> list[Row]:
-    """What became of every item."""
+    """The outcome of every item."""
     rows: list[Row] = [{}] * len(items)
     found: dict[int, tuple[T, Handle]] = {}
     groups: dict[str, list[int]] = {}
@@ -109,7 +109,7 @@ def ended_items(call: Call[EndingItems, NoQuery]) -> list[msgspec.Raw]:
     """The items, unless the call must be refused as a whole."""
     body = call.body
     if body.claim is not None:
-        # A claim that cannot be made must not hide what became of the items.
+        # A claim that cannot be made must not hide the outcome of the items.
         body.claim.worker(call.caller)
     return check_items(body.items, 0 if body.claim is not None else 1)
 
