@@ -98,8 +98,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "holds count",
         RESERVE,
-        "budgets.first_above(b, spend, limits, usage, reserved)",
-        "budgets.first_above(b, spend, limits, usage)",
+        "budgets.first_above(spend, limits, usage, reserved)",
+        "budgets.first_above(spend, limits, usage)",
         holds.test_holds_count_against_hard_limits,
     ),
     (
@@ -126,8 +126,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "the room of other holds",
         SETTLE,
-        "budgets.first_above(b, excess, limits, taken, reserved)",
-        "budgets.first_above(b, excess, limits, taken)",
+        "budgets.first_above(excess, limits, taken, reserved)",
+        "budgets.first_above(excess, limits, taken)",
         holds.test_an_excess_never_takes_the_room_of_another_hold,
     ),
     (
