@@ -17,6 +17,7 @@ from tests.support.engine import Engine
 from tests.support.http import Http
 from tests.support.sdk import until
 from tests.support.server import TestServer, free_port
+from tests.support.subjects import Subjects
 
 SECRET = "ab" * 32
 Serving = Callable[..., AbstractAsyncContextManager[Http]]
@@ -71,3 +72,10 @@ async def waiters(engine: Engine, count: int) -> None:
         return engine.backend._events._watch.waiting == count
 
     await until(wait, f"{count} waiting requests")
+
+
+@pytest.fixture
+async def subjects(engine: Engine) -> AsyncIterator[Subjects]:
+    """Makers of what a request is about, behind a server."""
+    async with serving(engine) as http:
+        yield Subjects(engine, http)

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from tests.support import shapes
 from tests.support.shapes import LEAST
 
 E, F, B = "/v1/executions/{id}", "/v1/flows/{id}", "/v1/budgets/{id}"
@@ -392,18 +393,7 @@ FLOWS: dict[str, list[Row]] = {
         Row("409 execution_not_in_flow", "stranger", ANY),
     ],
 }
-BUDGET = {
-    "budget_id": "$uuid",
-    "scope_type": "lane",
-    "scope_id": "default",
-    "enforcement_mode": "strict",
-    "on_hard_limit": "fail",
-    "on_soft_limit": "warn",
-    "reset_interval_ms": 0,
-    "dimensions": ["tokens"],
-    "hard_limits": [10],
-    "soft_limits": [5],
-}
+BUDGET = shapes.BUDGET | {"budget_id": "$uuid"}
 TWO_LISTS = {"hard_limits": [1] * 65, "soft_limits": [0] * 65}
 MANY = {"dimensions": [f"d{n}" for n in range(65)], **TWO_LISTS}
 USAGE = {"dimensions": {"tokens": 1}}

@@ -20,9 +20,9 @@ from tests.server.conftest import Serving
 from tests.support.engine import Engine
 from tests.support.http import Http
 from tests.support.sdk import until
+from tests.support.shapes import BUDGET, UUID
 from tests.support.suspension import GO, Waits
 
-UUID = "11111111-2222-4333-8444-555555555555"
 ROTATE = {"new_kid": "k2", "new_secret_hex": "cd" * 32}
 
 
@@ -95,18 +95,6 @@ async def test_a_rotation_that_changed_nothing_is_not_ok(
 FLOW = "22222222-2222-4333-8444-555555555555"
 SPENDER = ExecutionId("{fp:3}:33333333-2222-4333-8444-555555555555")
 SPENT = {"budget_id": UUID, "execution_id": SPENDER, "deltas": {"tokens": 2}}
-BUDGET = {
-    "budget_id": UUID,
-    "scope_type": "lane",
-    "scope_id": "default",
-    "enforcement_mode": "strict",
-    "on_hard_limit": "fail",
-    "on_soft_limit": "warn",
-    "reset_interval_ms": 0,
-    "dimensions": ["tokens"],
-    "hard_limits": [10],
-    "soft_limits": [5],
-}
 CANCEL = {"reason": "late", "cancellation_policy": "cancel_all"}
 ENGINE = "/v1/engine/budgets"
 

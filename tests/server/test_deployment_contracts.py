@@ -8,7 +8,7 @@ from flowfabric.scanners.settings import INTERVALS_S
 from tests.support.engine import Engine
 from tests.support.flows import submitted
 from tests.support.http import Http
-from tests.support.shapes import EXECUTION, LEAST, SUMMARY, UUID, expect, shape
+from tests.support.shapes import BUDGET, EXECUTION, LEAST, SUMMARY, UUID, expect, shape
 
 INDEXES = (
     *("eligible", "delayed", "active", "suspended", "terminal", "reclaimable"),
@@ -138,20 +138,6 @@ async def test_whole_graphs(http: Http, engine: Engine) -> None:
     expect(await http.put(group, policy), 200, "AlreadySet")
     await flow.end("a")
     expect(await http.delete(f"/v1/flows/{flow.flow_id}"), 200, "Deleted")
-
-
-BUDGET = {
-    "budget_id": UUID,
-    "scope_type": "lane",
-    "scope_id": "default",
-    "enforcement_mode": "strict",
-    "on_hard_limit": "fail",
-    "on_soft_limit": "warn",
-    "reset_interval_ms": 0,
-    "dimensions": ["tokens"],
-    "hard_limits": [10],
-    "soft_limits": [5],
-}
 
 
 async def test_budgets(http: Http) -> None:

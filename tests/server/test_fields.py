@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin
 
@@ -11,10 +11,8 @@ import pytest
 
 from flowfabric.server.bodies import U64
 from flowfabric.server.routing import Route
-from tests.server.conftest import serving
 from tests.server.status_rows import A_TO_B, ROWS, SIGNAL
 from tests.server.test_statuses import PUBLIC, filled, path_of, sent
-from tests.support.engine import Engine
 from tests.support.http import Http, Response
 from tests.support.shapes import EXECUTION, LEAST, UUID
 from tests.support.subjects import Facts, Subjects
@@ -67,12 +65,6 @@ def inside(kind: Any, value: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
             if isinstance(found, type) and issubclass(found, msgspec.Struct):
                 yield from inside(found, value.get(field.encode_name) or [])
     yield kind, value
-
-
-@pytest.fixture
-async def subjects(engine: Engine) -> AsyncIterator[Subjects]:
-    async with serving(engine) as http:
-        yield Subjects(engine, http)
 
 
 Change = Callable[[Any, Facts], Any]

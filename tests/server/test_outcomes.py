@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,6 @@ from tests.support.flows import set_units, submitted
 from tests.support.http import Http
 from tests.support.shapes import LEAST, expect
 from tests.support.subjects import Subjects
-
-
-@pytest.fixture
-async def subjects(engine: Engine) -> AsyncIterator[Subjects]:
-    async with serving(engine) as http:
-        yield Subjects(engine, http)
 
 
 async def test_a_payload_over_the_limit_of_the_deployment(serve: Serving) -> None:

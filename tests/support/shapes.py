@@ -10,6 +10,18 @@ from tests.support.http import Response
 UUID = "11111111-2222-4333-8444-555555555555"
 EXECUTION = f"{{fp:7}}:{UUID}"
 LEAST = {"namespace": "default", "execution_kind": "resize"}
+BUDGET: dict[str, Any] = {
+    "budget_id": UUID,
+    "scope_type": "lane",
+    "scope_id": "default",
+    "enforcement_mode": "strict",
+    "on_hard_limit": "fail",
+    "on_soft_limit": "warn",
+    "reset_interval_ms": 0,
+    "dimensions": ["tokens"],
+    "hard_limits": [10],
+    "soft_limits": [5],
+}
 _uuid = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}").fullmatch
 _id = re.compile(r"\{fp:\d+\}:[0-9a-f-]{36}").fullmatch
 _ms = re.compile(r"1[5-9]\d{11}").fullmatch

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from flowfabric.core.contracts.budgets import BudgetAudit, BudgetHolder
 from flowfabric.core.errors import EngineError
-from flowfabric.core.ids import is_uuid, stored_id
+from flowfabric.core.ids import stored_id
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.upkeep import Index
 from flowfabric.scanners.base import Cycle, report
-from flowfabric.scanners.jobs import DueScanner
+from flowfabric.scanners.jobs import UuidScanner
 from flowfabric.scanners.watch import Territory
 
 _PAGE = 100
@@ -25,7 +25,7 @@ def budget_tags(territory: Territory, count: int) -> list[str]:
     return asked or [f"{{b:{number}}}" for number in range(count)]
 
 
-class BudgetResets(DueScanner):
+class BudgetResets(UuidScanner):
     """Resets budgets whose period is over."""
 
     def __init__(self, backend: Backend) -> None:
@@ -34,13 +34,6 @@ class BudgetResets(DueScanner):
 
     def indexes(self, territory: Territory) -> list[Index]:
         return [Index(tag, self.index) for tag in budget_tags(territory, self._count)]
-
-    def is_member(self, tag: str, member: str) -> bool:  # noqa: ARG002
-        return is_uuid(member)
-
-    async def accepted(self, cycle: Cycle, tag: str, ids: Sequence[str]) -> list[str]:  # noqa: ARG002
-        # Budgets belong to no namespace, so no filter applies.
-        return list(ids)
 
 
 class BudgetReconciler:

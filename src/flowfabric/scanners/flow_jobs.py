@@ -12,7 +12,7 @@ from flowfabric.engine.api.flows import tag_of
 from flowfabric.engine.api.upkeep import DependencyAudit, Index
 from flowfabric.engine.flow_overview import describe_unit
 from flowfabric.scanners.base import Cycle, report
-from flowfabric.scanners.jobs import DueScanner
+from flowfabric.scanners.jobs import UuidScanner
 from flowfabric.scanners.watch import Territory
 
 _CASCADE_QUEUES = (
@@ -164,26 +164,17 @@ def sibling_scanners(backend: Backend) -> list[QueueScanner]:
     ]
 
 
-class _DueFlows(DueScanner):
-    """Deletes flows whose retention is over, or whose submission was interrupted."""
-
-    def is_member(self, tag: str, member: str) -> bool:  # noqa: ARG002
-        return is_uuid(member)
-
-    async def accepted(self, cycle: Cycle, tag: str, ids: Sequence[str]) -> list[str]:  # noqa: ARG002
-        return list(ids)
-
-
 class FlowProjector:
-    """Deletes flows that are due. Compares the counters of others with their members, some flows
-    per cycle, and repairs them.
+    """Deletes flows whose retention is over, or whose submission was interrupted.
+
+    Compares the counters of others with their members, some flows per cycle, and repairs them.
     """
 
     name = "flow_projector"
 
     def __init__(self, backend: Backend) -> None:
         self.repaired = 0
-        self._due = _DueFlows(self.name, backend.upkeep.delete_due_flows, "flow_due")
+        self._due = UuidScanner(self.name, backend.upkeep.delete_due_flows, "flow_due")
         self._next = ("", "")
         """The partition and the flow after which the next cycle continues."""
 
@@ -237,14 +228,11 @@ class FlowProjector:
         return True
 
 
-class CancelReconciler(DueScanner):
+class CancelReconciler(UuidScanner):
     """Cancels the remaining members of a cancelled flow after its grace period."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__("cancel_reconciler", backend.upkeep.drain_flow_cancels, "cancel_backlog")
-
-    def is_member(self, tag: str, member: str) -> bool:  # noqa: ARG002
-        return is_uuid(member)
 
     async def accepted(self, cycle: Cycle, tag: str, ids: Sequence[str]) -> list[str]:  # noqa: ARG002
         """Flows with a member that the filter accepts: one deployment submits them all."""

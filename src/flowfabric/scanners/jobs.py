@@ -169,11 +169,18 @@ class DueScanner:
         report(level, self.name, action, message, **where, **fields)
 
 
-class PendingWpExpiry(DueScanner):
-    """Closes waitpoints that no suspension used in time: its members are no executions."""
+class UuidScanner(DueScanner):
+    """Acts on members that are not executions but have a UUID; no filter applies to them."""
 
     def is_member(self, tag: str, member: str) -> bool:  # noqa: ARG002
         return is_uuid(member)
+
+    async def accepted(self, cycle: Cycle, tag: str, ids: Sequence[str]) -> list[str]:  # noqa: ARG002
+        return list(ids)
+
+
+class PendingWpExpiry(UuidScanner):
+    """Closes waitpoints that no suspension used in time; the filter applies to their owners."""
 
     async def accepted(self, cycle: Cycle, tag: str, ids: Sequence[str]) -> list[str]:
         if cycle.where.is_empty:

@@ -110,7 +110,7 @@ class Endings:
                 self.summary.released += 1
             case _:
                 return
-        log_task(level, f"task_{text.split()[0].rstrip(':')}", task, text)
+        log_task(level, f"task_{text.split()[0]}", task, text)
 
     async def log_progress(self) -> None:
         """Log every second what was done in it, if anything was."""

@@ -3,11 +3,11 @@
 import html
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast, get_args, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import msgspec
 
-from flowfabric.core.contracts import NamedOutcome
+from flowfabric.core.contracts import NamedOutcome, kind_of
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.version import __version__
@@ -102,11 +102,6 @@ def _refs(schema: Any) -> set[str]:
     return own | {name for each in members.values() for name in _refs(each)}
 
 
-def _kind(outcome: Any) -> str:
-    (base,) = outcome.__orig_bases__
-    return get_args(get_args(base)[0])[0]
-
-
 def _inside(kind: Any) -> Sequence[Any]:
     """The types that the document needs schemas of."""
     if isinstance(kind, Variants):
@@ -159,7 +154,7 @@ class _Schemas:
         return self._found[kind]
 
     def _variant(self, outcome: type[NamedOutcome[Any]], among: Variants) -> dict[str, Any]:
-        name = variant_name(_kind(outcome))
+        name = variant_name(kind_of(outcome))
         fields = [each for each in outcome.__struct_fields__ if each not in among.omit]
         if not fields:
             return {"const": name}

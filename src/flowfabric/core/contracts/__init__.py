@@ -10,7 +10,8 @@ E = TypeVar("E")
 
 
 @cache
-def _kind_of(outcome: Any) -> Any:
+def kind_of(outcome: Any) -> Any:
+    """The kind that every outcome of this type has."""
     (base,) = outcome.__orig_bases__
     return get_args(get_args(base)[0])[0]
 
@@ -21,7 +22,7 @@ class NamedOutcome(msgspec.Struct, Generic[K], frozen=True):
     @property
     def kind(self) -> K:
         """The name of the result; type checkers tell results apart by it."""
-        return _kind_of(type(self))
+        return kind_of(type(self))
 
 
 class ListingPage(msgspec.Struct, Generic[E], frozen=True):

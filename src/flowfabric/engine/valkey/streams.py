@@ -421,16 +421,21 @@ class ValkeyStreams(Streams):
     async def _connected(
         self, reader: _StreamReader, work: Callable[[Connection], Awaitable[T]]
     ) -> T:
-        """Read on a pooled connection, again after an outage; a read is never ambiguous."""
-        for again in (True, False):
-            try:
-                async with self._pool.connection(reader.tag) as conn:
-                    return await work(conn)
-            except TransportError as error:
-                error.ambiguous = False
-                waitable = error.passing and error.kind != "timeout"
-                if not (again and waitable) or self._pool.closed:
-                    raise
-            # The client's own connection waits the outage out and learns where the key has moved.
-            await self._calls.transport.call("EXISTS", reader.stream, key=reader.tag)
-        raise AssertionError("unreachable")
+        """Read on a pooled connection, again after an outage."""
+        try:
+            return await self._pooled(reader.tag, work)
+        except TransportError as error:
+            if not error.passing or error.kind == "timeout" or self._pool.closed:
+                raise
+        # The client's own connection waits the outage out and learns where the key has moved.
+        await self._calls.transport.call("EXISTS", reader.stream, key=reader.tag)
+        return await self._pooled(reader.tag, work)
+
+    async def _pooled(self, tag: str, work: Callable[[Connection], Awaitable[T]]) -> T:
+        """Read on a pooled connection; a read is never ambiguous."""
+        try:
+            async with self._pool.connection(tag) as conn:
+                return await work(conn)
+        except TransportError as error:
+            error.ambiguous = False
+            raise

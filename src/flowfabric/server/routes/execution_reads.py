@@ -180,6 +180,17 @@ def _state_header(info: ExecutionInfo) -> tuple[str, str]:
     return "X-FF-Public-State", info.public_state.value
 
 
+async def _outcome(
+    call: Call[None, WaitQuery], execution_id: ExecutionId
+) -> tuple[ExecutionInfo, bytes | None]:
+    """The execution and its result; with `wait_ms`, waits until it has ended."""
+    info, result = await call.backend.reads.read_outcome(execution_id)
+    if info.public_state not in TERMINAL and call.query.wait_ms:
+        await wait_terminal(call, execution_id, call.query.wait_ms)
+        info, result = await call.backend.reads.read_outcome(execution_id)
+    return info, result
+
+
 @routes.get(
     "/v1/executions/{id}/result", scope="read", answers={200: BYTES, 202: StateOnly}, errors=(404,)
 )
@@ -189,15 +200,12 @@ async def read_result(call: Call[None, WaitQuery]) -> Reply:
     text = f"execution result not found: {execution_id}"
     try:
         await call.visible(execution_id)
-        info, result = await call.backend.reads.read_outcome(execution_id)
-        if info.public_state not in TERMINAL and call.query.wait_ms:
-            await wait_terminal(call, execution_id, call.query.wait_ms)
-            info, result = await call.backend.reads.read_outcome(execution_id)
-            if info.public_state not in TERMINAL:
-                reply = answer({"public_state": info.public_state}, 202)
-                return msgspec.structs.replace(reply, headers=(_state_header(info),))
+        info, result = await _outcome(call, execution_id)
     except NotFoundError:
         raise Problem("execution_not_found", execution_id, error=text) from None
+    if info.public_state not in TERMINAL and call.query.wait_ms:
+        reply = answer({"public_state": info.public_state}, 202)
+        return msgspec.structs.replace(reply, headers=(_state_header(info),))
     if result is None or info.public_state is not PublicState.COMPLETED:
         headers = dict((_state_header(info),))
         raise Problem("result_not_found", execution_id, error=text, headers=headers)
@@ -214,10 +222,7 @@ async def read_result(call: Call[None, WaitQuery]) -> Reply:
 async def read_outcome(call: Call[None, WaitQuery]) -> Reply:
     """Read how an execution ended; with `wait_ms`, wait until it has ended."""
     execution_id = await call.execution()
-    info, result = await call.backend.reads.read_outcome(execution_id)
-    if info.public_state not in TERMINAL and call.query.wait_ms:
-        await wait_terminal(call, execution_id, call.query.wait_ms)
-        info, result = await call.backend.reads.read_outcome(execution_id)
+    info, result = await _outcome(call, execution_id)
     if info.public_state not in TERMINAL:
         return answer({"public_state": info.public_state}, 202)
     return answer(

@@ -25,6 +25,7 @@ from flowfabric.server.wire import Reply, answer, variant
 routes = Routes()
 _MAX_ITEMS = 1000
 T = TypeVar("T", bound="Attempted")
+R = TypeVar("R")
 
 
 class Attempted(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,12 +44,24 @@ class Attempted(msgspec.Struct, frozen=True, kw_only=True):
         return handle
 
 
-async def read_item(call: Call[Any, Any], raw: msgspec.Raw, kind: type[T]) -> tuple[T, Handle]:
-    """One item and its handle, if the caller may see the execution."""
-    item = bodies.decode(bytes(raw), kind)
-    handle = item.held(call)
-    await call.visible(handle.execution_id)
-    return item, handle
+async def read_items(
+    call: Call[Any, Any],
+    items: list[msgspec.Raw],
+    kind: type[T],
+    make: Callable[[T, Handle], R],
+) -> tuple[list[Row], dict[int, R]]:
+    """The rows of all items, with those that are refused, and what the others are, by place."""
+    rows: list[Row] = [{}] * len(items)
+    found: dict[int, R] = {}
+    for i, raw in enumerate(items):
+        try:
+            item = bodies.decode(bytes(raw), kind)
+            handle = item.held(call)
+            await call.visible(handle.execution_id)
+            found[i] = make(item, handle)
+        except (Problem, EngineError) as error:
+            rows[i] = failed(error)
+    return rows, found
 
 
 def check_items(items: list[msgspec.Raw], least: int = 1) -> list[msgspec.Raw]:
@@ -78,15 +91,10 @@ async def rows_of(
     act: Callable[[T, Handle], Awaitable[Any]],
 ) -> list[Row]:
     """The outcome of every item."""
-    rows: list[Row] = [{}] * len(items)
-    found: dict[int, tuple[T, Handle]] = {}
+    rows, found = await read_items(call, items, kind, lambda item, handle: (item, handle))
     groups: dict[str, list[int]] = {}
-    for i, raw in enumerate(items):
-        try:
-            found[i] = await read_item(call, raw, kind)
-            groups.setdefault(found[i][1].execution_id, []).append(i)
-        except (Problem, EngineError) as error:
-            rows[i] = failed(error)
+    for i, (_, handle) in found.items():
+        groups.setdefault(handle.execution_id, []).append(i)
 
     async def one(position: int) -> None:
         item, handle = found[position]
@@ -174,17 +182,10 @@ class RenewItems(msgspec.Struct, frozen=True, kw_only=True):
 async def remote_renew(call: Call[RenewBody, NoQuery]) -> Reply:
     """Extend leases by their time to live. A row with 404 or 409 means a lost lease: stop work."""
     items = check_items(call.body.items)
-    rows: list[Row] = [{}] * len(items)
-    handles: list[Handle] = []
-    places: list[int] = []
-    for i, raw in enumerate(items):
-        try:
-            handles.append((await read_item(call, raw, RenewItem))[1])
-            places.append(i)
-        except (Problem, EngineError) as error:
-            rows[i] = failed(error)
+    rows, found = await read_items(call, items, RenewItem, lambda _, handle: handle)
+    handles = list(found.values())
     outcomes = await call.backend.leases.renew_many(handles)
-    for i, handle, outcome in zip(places, handles, outcomes, strict=True):
+    for (i, handle), outcome in zip(found.items(), outcomes, strict=True):
         if isinstance(outcome, leases.Renewed):
             rows[i] = done(variant(outcome))
         else:
@@ -221,23 +222,17 @@ class CompleteItems(msgspec.Struct, frozen=True, kw_only=True):
 )
 async def remote_complete(call: Call[EndingItems, NoQuery]) -> Reply:
     """Complete attempts; with `claim`, also claim the next ones. The claim does not wait."""
-    items = ended_items(call)
-    rows: list[Row] = [{}] * len(items)
-    completions: list[Completion] = []
-    places: list[int] = []
-    for i, raw in enumerate(items):
-        try:
-            item, handle = await read_item(call, raw, CompleteItem)
-            result = payload_of(item.result, item.result_b64, "result")
-            completions.append(Completion(handle, result, item.result_encoding or ""))
-            places.append(i)
-        except (Problem, EngineError) as error:
-            rows[i] = failed(error)
+
+    def completion(item: CompleteItem, handle: Handle) -> Completion:
+        result = payload_of(item.result, item.result_b64, "result")
+        return Completion(handle, result, item.result_encoding or "")
+
+    rows, found = await read_items(call, ended_items(call), CompleteItem, completion)
     complete_many = call.backend.executions.complete_many
-    outcomes = await complete_many(completions) if completions else []
-    for i, completion, outcome in zip(places, completions, outcomes, strict=True):
+    outcomes = await complete_many(list(found.values())) if found else []
+    for (i, completed), outcome in zip(found.items(), outcomes, strict=True):
         if isinstance(outcome, executions.Completed):
             rows[i] = done(variant(outcome, "cascade"))
         else:
-            rows[i] = failed(outcome, completion.handle.execution_id)
+            rows[i] = failed(outcome, completed.handle.execution_id)
     return await then_claim(call, rows)
