@@ -306,6 +306,26 @@ async def test_a_flow_is_followed_with_its_members(http: Http, engine: Engine) -
     assert TestFlow.tag_of(engine, flow_id) == ExecutionId(nodes["a"]).tag
 
 
+async def test_the_derived_state_of_a_flow_is_shown_when_members_change_it(
+    serve: Serving, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.server.routes.events.TICK_S", 60.0)
+    flow = await submitted(engine, "a")
+    async with serve() as http, follow(http, f"/v1/flows/{flow.flow_id}/events") as source:
+        await source.next()
+        assert await flow.claim() == ["a"]
+        member, state = await source.next(), await source.next()
+        assert member is not None
+        assert state is not None
+        assert (member.name, member.data["public_state"]) == ("member", "active")
+        assert (state.name, state.data["derived_state"]) == ("state", "running")
+        assert (state.data["entry"], state.id) == (None, member.id)
+        await flow.end("a")
+        rest = await source.rest()
+        assert [event.name for event in rest] == ["member", "state", "end"]
+        assert rest[1].data["entry"]["type"] == "flow_finished"
+
+
 async def test_everything_is_followed_and_filtered(http: Http, engine: Engine) -> None:
     other, ours = await engine.create(namespace="other"), await engine.create(namespace="acme")
     path = "/v1/events?namespace=acme&families=completion"

@@ -173,6 +173,18 @@ def test_the_policy_is_the_struct_that_validates() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("schema", "field", "words"),
+    [
+        ("ReclaimAnswer", "status", {"granted", "not_reclaimable", "reclaim_cap_exceeded"}),
+        ("RotationState", "status", {"running", "done", "failed"}),
+        ("FlowSummary", "derived_state", {"open", "running", "blocked", "completed", "failed"}),
+    ],
+)
+def test_known_words_of_answers_are_listed(schema: str, field: str, words: set[str]) -> None:
+    assert set(DOCUMENT["components"]["schemas"][schema]["properties"][field]["enum"]) == words
+
+
 async def test_known_words_are_listed_and_others_are_refused(http: Http) -> None:
     schemas = DOCUMENT["components"]["schemas"]
 

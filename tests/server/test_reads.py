@@ -290,7 +290,7 @@ async def test_listings_filter(http: Http, engine: Engine) -> None:
     assert await all_pages(http, "tag=k:v%3A2&tag=z:2") == []
     # All must match, also those of one key; the same one twice is one.
     assert await all_pages(http, "tag=z:1&tag=z:2") == []
-    assert await all_pages(http, "tag=z:2&tag=z:1&tag=z:2") == []
+    assert await all_pages(http, "tag=z:1&tag=z:2&tag=z:1") == []
     assert await all_pages(http, "tag=z:1&tag=z:1") == [other]
 
 

@@ -7,12 +7,12 @@ import msgspec
 from flowfabric.core.contracts import NamedOutcome
 from flowfabric.core.contracts.budgets import Exhausted
 from flowfabric.core.contracts.executions import ExecutionInfo
-from flowfabric.core.contracts.flows import FlowSnapshot
+from flowfabric.core.contracts.flows import FlowSnapshot, FlowState
 from flowfabric.core.contracts.quotas import FullQuota
 from flowfabric.core.contracts.remote import RemoteClaim
 from flowfabric.core.contracts.steps import StepError, StepKind, StepStatus
 from flowfabric.core.ids import ExecutionId
-from flowfabric.core.state import PublicState, StateVector
+from flowfabric.core.state import PublicState, StateVector, TerminalOutcome
 
 
 class Variants(msgspec.Struct, frozen=True):
@@ -101,7 +101,7 @@ class ExecutionOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     execution_id: ExecutionId
     public_state: PublicState
-    terminal_outcome: str
+    terminal_outcome: TerminalOutcome
     completed_at: int
     failure_reason: str | None
     failure_category: str | None
@@ -170,7 +170,7 @@ class TokenOnly(msgspec.Struct, frozen=True):
 class ReclaimAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the execution may be taken over."""
 
-    status: str
+    status: Literal["granted", "not_reclaimable", "reclaim_cap_exceeded"]
     execution_id: ExecutionId
     partition_key: str | None = None
     grant_key: str | None = None
@@ -184,7 +184,7 @@ class FlowSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The counters of a flow."""
 
     flow_id: str
-    derived_state: str
+    derived_state: FlowState
     total_members: int
     members_waiting: int
     members_delayed: int
@@ -236,12 +236,15 @@ class RotationAnswer(msgspec.Struct, frozen=True, kw_only=True):
     rotation_id: str
 
 
+RotationStatus = Literal["running", "done", "failed"]
+
+
 class RotationState(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a rotation."""
 
     rotation_id: str
     new_kid: str
-    status: str
+    status: RotationStatus
     rotated: int
     failed: list[int]
     in_progress: list[int]

@@ -19,7 +19,13 @@ from flowfabric.server.calls import Call
 from flowfabric.server.problems import Problem
 from flowfabric.server.queries import NoQuery
 from flowfabric.server.routing import Routes
-from flowfabric.server.schemas import Listed, RotationAnswer, RotationState, ScannerRow
+from flowfabric.server.schemas import (
+    Listed,
+    RotationAnswer,
+    RotationState,
+    RotationStatus,
+    ScannerRow,
+)
 from flowfabric.server.wire import Reply, answer, encode, tagged
 
 log = logging.getLogger(__name__)
@@ -151,7 +157,7 @@ class _Rotation:
             await self._note("running")
             await asyncio.sleep(_PROGRESS_EVERY_S)
 
-    async def _note(self, status: str) -> None:
+    async def _note(self, status: RotationStatus) -> None:
         summary = RotationSummary(new_kid=self._call.body.new_kid, entries=tuple(self._ended))
         left = set(range(self._call.backend.counts.flow))
         left.difference_update(entry.partition for entry in summary.entries)

@@ -308,6 +308,7 @@ class _FlowFollower:
     def __init__(self, call: Call[Any, Any], flow_id: str) -> None:
         self._call = call
         self._flow_id = flow_id
+        self._shown: dict[str, Any] = {}
 
     async def read(self) -> FlowSnapshot:
         found = await self._call.backend.flows.describe_flow(self._flow_id, edge_groups=False)
@@ -334,6 +335,10 @@ class _FlowFollower:
             flow = await self.read()
             if event is not None:
                 yield await self._event(event, flow, changes.position)
+            # What a member changed in the derived state has no entry; a finish has one.
+            if self._shown != _flow_names(flow) and (event is None or not _is_finished(flow)):
+                at = await self._call.backend.meta.server_time_ms()
+                yield sent("state", self._state(flow, at, None), changes.position)
             if _is_finished(flow) and (event is None or event.type == "flow_finished"):
                 yield sent("end", _flow_names(flow), changes.position)
                 return
@@ -354,7 +359,8 @@ class _FlowFollower:
         return sent("member", data | {"entry": entry}, position)
 
     def _state(self, flow: FlowSnapshot, at: int, entry: dict[str, Any] | None) -> dict[str, Any]:
-        return _flow_names(flow) | {"at": at, "entry": entry}
+        self._shown = _flow_names(flow)
+        return self._shown | {"at": at, "entry": entry}
 
 
 def _is_finished(flow: FlowSnapshot) -> bool:
