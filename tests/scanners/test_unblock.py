@@ -9,6 +9,7 @@ import pytest
 
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
+from flowfabric.engine import metrics
 from flowfabric.engine.api.admission import Block
 from flowfabric.engine.valkey import keys
 from flowfabric.scanners import ScannerFilter
@@ -58,6 +59,7 @@ async def test_work_comes_back_when_its_budgets_are_open(
 
 @pytest.mark.corrupts
 async def test_unreadable_limits_keep_work_back(engine: Engine) -> None:
+    meter = metrics.enable()
     damaged = await budget(engine)
     held = [await limited(engine, damaged)]
     await hold(engine, held, "waiting_for_budget")
@@ -65,6 +67,21 @@ async def test_unreadable_limits_keep_work_back(engine: Engine) -> None:
     result = await idle(engine).scan_once("unblock")
     assert (result.processed, result.errors) == (0, 1)
     assert await states(engine, held) == ["rate_limited"]
+    assert meter.numbers["ff_admission_faults_total"] == {("budget",): 1}
+
+
+@pytest.mark.corrupts
+async def test_an_unreadable_quota_keeps_work_back(engine: Engine) -> None:
+    meter = metrics.enable()
+    damaged = await quota(engine, rate=1)
+    held = [await limited(engine, quota=damaged)]
+    await hold(engine, held, "waiting_for_quota")
+    (key,) = await engine.backend.transport.call("KEYS", f"ff:quota:{{q:*}}:{damaged}")
+    await engine.backend.transport.call("HSET", key, "max_requests_per_window", "no number")
+    result = await idle(engine).scan_once("unblock")
+    assert (result.processed, result.errors) == (0, 1)
+    assert await states(engine, held) == ["rate_limited"]
+    assert meter.numbers["ff_admission_faults_total"] == {("quota",): 1}
 
 
 @pytest.mark.corrupts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState
 from flowfabric.engine import metrics
 from flowfabric.engine.api.executions import Completion
-from flowfabric.engine.metrics import Meter
 from flowfabric.scheduler.admission import Admissions
 from tests.support.admission import (
     budget,
@@ -285,13 +283,8 @@ async def test_an_admission_is_undone_when_the_claim_is_refused(engine: Engine) 
     assert (status.window_count, status.slots_held) == (0, 0)
 
 
-@pytest.fixture
-def meter() -> Iterator[Meter]:
-    yield metrics.enable()
-    metrics.disable()
-
-
-async def test_decisions_are_counted(engine: Engine, meter: Meter) -> None:
+async def test_decisions_are_counted(engine: Engine) -> None:
+    meter = metrics.enable()
     spent = await budget(engine, 1, spent=1)
     full = await quota(engine, rate=1)
     capped = await quota(engine, cap=1)
@@ -309,7 +302,8 @@ async def test_decisions_are_counted(engine: Engine, meter: Meter) -> None:
 
 
 @pytest.mark.corrupts
-async def test_faults_are_counted(engine: Engine, meter: Meter) -> None:
+async def test_faults_are_counted(engine: Engine) -> None:
+    meter = metrics.enable()
     broken = await budget(engine)
     await spoil(engine, broken)
     await limited(engine, broken)

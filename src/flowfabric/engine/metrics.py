@@ -237,7 +237,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         ),
         _counter(
             "ff_admission_faults_total",
-            "Claims that were denied because a budget or quota could not be read.",
+            "Budgets and quotas that a claim or the unblock scanner could not read; work waits.",
             "kind",
         ),
     ),

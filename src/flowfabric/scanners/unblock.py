@@ -12,6 +12,7 @@ from heapq import nsmallest
 from flowfabric.core.contracts.budgets import Exhausted
 from flowfabric.core.errors import EngineError, NotFoundError
 from flowfabric.core.ids import ExecutionId
+from flowfabric.engine import metrics
 from flowfabric.engine.api.admission import (
     FOR_BUDGET,
     FOR_QUOTA,
@@ -125,6 +126,7 @@ class _Pass:
             for budget, answer in (await budgets.exhausted(named)).items():
                 self._budgets[budget] = answer
                 if isinstance(answer, EngineError):
+                    metrics.count("ff_admission_faults_total", "budget")
                     self._cycle.failed("could not read a budget", answer, budget_id=budget)
         free: list[BlockedExecution] = []
         waiting: dict[str, list[ExecutionId]] = {}
@@ -183,6 +185,7 @@ class _Pass:
         except NotFoundError:
             return None
         except EngineError as error:
+            metrics.count("ff_admission_faults_total", "quota")
             self._cycle.failed("could not read a quota", error, quota_id=policy)
             return 0
 
