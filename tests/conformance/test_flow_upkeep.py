@@ -288,7 +288,7 @@ async def test_an_ended_flow_is_deleted_with_its_members(engine: Engine) -> None
     flow = await submitted(engine, "a>b a>c")
     flows = engine.backend.flows
     error = await refused(flows.delete_flow(flow.flow_id), "flow_not_terminal")
-    assert error.details == ("3 members have not ended",)
+    assert error.details == ("unfinished members: 3",)
     for key in "abc":
         await flow.end(key)
     assert await flows.delete_flow(flow.flow_id) == FlowDeleted(flow.flow_id)
@@ -309,7 +309,7 @@ async def test_which_flows_can_be_deleted(engine: Engine) -> None:
     await flow.claim()
     await flows.cancel_flow(flow.flow_id, cancellation_policy="cancel_pending")
     error = await refused(flows.delete_flow(flow.flow_id), "flow_not_terminal")
-    assert error.details == ("1 members have not ended",)
+    assert error.details == ("unfinished members: 1",)
     await flow.end("a")
     await flows.delete_flow(flow.flow_id)
 

@@ -327,7 +327,7 @@ class ScannerSupervisor:
             return
         _, late = await asyncio.wait(tasks, timeout=timeout)
         if late:
-            message = "%d scanners did not stop within %g s and were abandoned"
+            message = "scanners abandoned: %d did not stop within %g s"
             log.warning(message, len(late), timeout, extra={"action": "scanners_abandoned"})
             for task in late:
                 task.cancel()

@@ -102,7 +102,7 @@ end
 function flow_purging.problem(f)
   local live = flow.number(f, 'live')
   if live > 0 then
-    return reply.err('flow_not_terminal', values.text(live) .. ' members have not ended')
+    return reply.err('flow_not_terminal', 'unfinished members: ' .. values.text(live))
   end
   if not f.finished_at and not flow.is_cancelled(f) then
     return reply.err('flow_not_terminal', 'it has no members and is not cancelled')
