@@ -303,7 +303,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "a new priority changes no place",
         "functions/ff_change_priority.lua",
-        "if S.blocking(rec.state) == 'q' and rec.quota_policy_id then",
+        "if rec.quota_policy_id and S.is_blocked_by_quota(rec.state) then",
         "if false then",
         order.test_a_new_priority_counts_for_what_waits_for_a_quota,
     ),

@@ -275,8 +275,9 @@ function replaying.member(c, id, which)
 end
 
 -- Replays members of a flow, and reopens what was skipped after them: `f`: those that failed, `a`:
--- those that ended without success, `w`: the whole flow from its roots. As far as the call reaches; the rest stays in `replay_backlog`. Returns how
--- many were replayed and reopened, and whether some are left.
+-- those that ended without success, `w`: the whole flow from its roots. As far as the call reaches;
+-- the rest stays in `replay_backlog`. Returns how many were replayed and reopened, and whether some
+-- are left.
 function replaying.flow(c, flow_id, from, which)
   local key, backlog = K.members(c.tag, flow_id), K.index(c.tag, 'replay_backlog')
   local replayed, reopened, last = 0, 0, false
