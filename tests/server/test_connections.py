@@ -24,6 +24,7 @@ from tests.support.http import Http, read_head
 from tests.support.sdk import until
 
 PATH = "/v1/executions"
+UUID = "00000000-0000-4000-8000-000000000001"
 Link = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -387,6 +388,24 @@ async def test_clients_that_leave_in_the_middle_of_a_body_hold_nothing(
                 break
             await asyncio.sleep(0)
         assert (await http.post(PATH, {})).status == 422
+
+
+async def test_bodies_that_do_not_arrive_keep_no_request_out(serve: Serving) -> None:
+    path = f"/v1/callbacks/executions/{{fp:1}}:{UUID}/waitpoints/{UUID}"
+    head = f"POST {path} HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\n"
+    async with serve(max_requests=2) as http, connected(http) as first, connected(http) as second:
+        for _, writer in (first, second):
+            writer.write(f"{head}content-length: 2\r\n\r\n{{".encode())
+            await writer.drain()
+            # The server has read both when it answers this.
+            assert (await http.get("/livez")).status == 200
+        assert (await http.get("/v1/lanes")).status == 200
+        status, headers = await read_head(first[0])
+        refused = json.loads(await first[0].readexactly(int(headers["content-length"])))
+        assert (status, refused["kind"]) == (429, "resource_exhausted")
+        assert refused["detail"] == "the body arrived too slowly for a busy server"
+        second[1].write(b"}")
+        assert (await read_head(second[0]))[0] == 401
 
 
 async def test_a_peer_that_vanishes_is_given_up() -> None:
