@@ -159,8 +159,10 @@ class ServerApp:
             sent = await request.read(self._limits[route.limit], route.template, arriving)
             body = b"" if route.body is None else sent
             key = request.headers.get(b"idempotency-key")
-            # The callback route is open, and the key names its signal there.
-            if key is not None and route.scope is not None:
+            # The callback route is open, and the key names its signal there. Answers to what only
+            # reads, such as operations of our clients, are not stored: who may not write could
+            # fill the store.
+            if key is not None and route.scope not in (None, "read"):
                 return await self._repeats.run(key, call, body, self._run)
         return await self._run(call, body)
 
