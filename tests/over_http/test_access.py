@@ -13,6 +13,7 @@ from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.flows import FlowGraph, GraphNode
 from flowfabric.core.errors import AuthError, EngineError, NotFoundError, UnavailableError
 from flowfabric.core.ids import new_uuid
+from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.api.reads import Filter
 from flowfabric.engine.connect import ServerLocation
 from flowfabric.engine.http.address import ServerAddress
@@ -180,6 +181,27 @@ async def test_writes_need_an_allowed_namespace(
         ):
             error = await refused(call, "forbidden")
             assert "token that is not limited to namespaces" in str(error)
+
+
+async def test_an_item_of_others_does_not_hold_up_a_batch(
+    backend: ValkeyBackend, tmp_path: Path
+) -> None:
+    """Nor one whose execution was deleted: the results of the others would be lost."""
+    engine = Engine(backend)
+    for namespace in ("ours", "theirs", "ours"):
+        await engine.create(namespace=namespace)
+    held = [(await engine.claim(namespaces=[name])).handle for name in ("ours", "theirs", "ours")]
+    first, theirs, last = held
+    async with with_token(backend, tmp_path, "remote", "read", namespaces=["ours"]) as remote:
+        items = [Completion(handle, b"1") for handle in held]
+        found = await remote.executions.complete_many(items)
+        assert [getattr(each, "code", "completed") for each in found] == [
+            *("completed", "execution_not_found", "completed")
+        ]
+        hidden = await remote.executions.complete_many(items[1:2])
+        assert isinstance(hidden[0], NotFoundError)
+    for handle, state in ((first, "completed"), (theirs, "active"), (last, "completed")):
+        assert await backend.reads.read_execution_state(handle.execution_id) == state
 
 
 async def test_events_of_others_are_left_out(backend: ValkeyBackend, tmp_path: Path) -> None:
