@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import pytest
 
 from flowfabric.core.capabilities import Offer
 from flowfabric.server.auth import new_token, write_tokens
@@ -179,3 +181,43 @@ async def test_tasks_that_others_left_to_the_worker(http: Http, engine: Engine) 
     assert (await http.post("/v1/workers/w/claim", CLAIM)).status == 204
     found = await http.post("/v1/workers/w/claim", CLAIM | {"tasks": ["resize"]})
     assert found.json["execution_id"] == execution_id
+
+
+async def connections(engine: Engine) -> int:
+    listed = cast("bytes", await engine.backend.transport.call("CLIENT", "LIST"))
+    return len(listed.splitlines())
+
+
+def able(n: int) -> dict[str, Any]:
+    return {"worker_instance_id": f"w-{n}", "capabilities": [f"c{n}"]}
+
+
+async def test_offers_that_nobody_waits_with_keep_no_doorbell(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them has a connection to Valkey."""
+    monkeypatch.setattr("flowfabric.scheduler.claim_desk._MOST_BELLS", 4)
+    before = await connections(engine)
+    async with server(engine) as (_, http):
+        for n in range(20):
+            answer = await http.post("/v1/remote/claim?wait_ms=1", able(n))
+            assert (answer.status, answer.json["claims"]) == (200, [])
+            assert await connections(engine) <= before + 4
+
+
+async def test_workers_without_a_doorbell_find_work(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.scheduler.claim_desk._MOST_BELLS", 2)
+    monkeypatch.setattr("flowfabric.scheduler.claim_desk._LISTEN_S", 0.05)
+    async with server(engine) as (process, http):
+        asking = [
+            asyncio.ensure_future(http.post("/v1/remote/claim?wait_ms=20000", able(n)))
+            for n in range(6)
+        ]
+        await waiting(process, 6)
+        for n in range(6):
+            needed = {"required_capabilities": [f"c{n}"]}
+            await engine.create(policy={"routing_requirements": needed})
+        answers = await asyncio.gather(*asking)
+    assert [len(answer.json["claims"]) for answer in answers] == [1] * 6
