@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from flowfabric.server.auth import new_token, write_tokens
 from tests.support.engine import Engine, refused
 from tests.support.http import Http
 from tests.support.http_engine import serving
+from tests.support.sdk import until
 
 
 @asynccontextmanager
@@ -272,6 +274,22 @@ async def test_a_feed_is_awaited_for_a_time_that_the_store_takes(backend: Valkey
             given = {"positions": {feed: [0, 0]}, "count": 1, "wait_s": wait_s}
             answer = await http.post(f"{FED}/read", given)
             assert (answer.status, list(answer.json)) == (200, [feed]), answer.body
+
+
+async def test_many_readers_of_feeds_leave_few_connections(backend: ValkeyBackend) -> None:
+    async def connections() -> int:
+        return len(str(await backend.transport.call("CLIENT", "LIST")).split("\\n")) - 1
+
+    before = await connections()
+    given = {"positions": {"fp:1": [0, 0]}, "count": 1, "wait_s": 0.5}
+    async with serving(Engine(backend)) as server:
+        http = Http(server.address)
+        await asyncio.gather(*(http.post(f"{FED}/read", given) for _ in range(80)))
+
+        async def are_few() -> bool:
+            return await connections() <= before + 32
+
+        await until(are_few, "closed connections")
 
 
 async def test_tags_of_others_are_not_told(
