@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from flowfabric.core.capabilities import Offer
+from flowfabric.core.ids import new_uuid
 from flowfabric.server.auth import new_token, write_tokens
 from tests.server.test_remote import server, waiting
 from tests.support.engine import Engine
@@ -221,3 +222,25 @@ async def test_workers_without_a_doorbell_find_work(
             await engine.create(policy={"routing_requirements": needed})
         answers = await asyncio.gather(*asking)
     assert [len(answer.json["claims"]) for answer in answers] == [1] * 6
+
+
+async def test_one_request_id_for_all_claims_is_refused(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each claim would cost more than the one before it, and leave another note."""
+    monkeypatch.setattr("flowfabric.server.remote_turns._MOST_TURNS", 3)
+    ask = {"worker_instance_id": "w-1", "request_id": new_uuid()}
+    async with server(engine) as (_, http):
+        for _ in range(3):
+            assert (await http.post("/v1/remote/claim", ask)).status == 200
+        notes = await engine.backend.transport.call("DBSIZE")
+        for _ in range(2):
+            refused = await http.post("/v1/remote/claim", ask)
+            assert refused.kind == (400, "invalid_input")
+            assert refused.json["detail"] == (
+                "request_id: was used 3 times; send a new one with each claim, and the same one "
+                "only to repeat it"
+            )
+        assert await engine.backend.transport.call("DBSIZE") == notes
+        new = await http.post("/v1/remote/claim", ask | {"request_id": new_uuid()})
+        assert new.status == 200
