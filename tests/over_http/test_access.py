@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.flows import FlowGraph, GraphNode
 from flowfabric.core.errors import AuthError, EngineError, NotFoundError, UnavailableError
 from flowfabric.core.ids import new_uuid
+from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.api.reads import Filter
 from flowfabric.engine.connect import ServerLocation
 from flowfabric.engine.http.address import ServerAddress
@@ -23,6 +25,7 @@ from flowfabric.server.auth import new_token, write_tokens
 from tests.support.engine import Engine, refused
 from tests.support.http import Http
 from tests.support.http_engine import serving
+from tests.support.sdk import until
 
 
 @asynccontextmanager
@@ -182,6 +185,27 @@ async def test_writes_need_an_allowed_namespace(
             assert "token that is not limited to namespaces" in str(error)
 
 
+async def test_an_item_of_others_does_not_hold_up_a_batch(
+    backend: ValkeyBackend, tmp_path: Path
+) -> None:
+    """Nor one whose execution was deleted: the results of the others would be lost."""
+    engine = Engine(backend)
+    for namespace in ("ours", "theirs", "ours"):
+        await engine.create(namespace=namespace)
+    held = [(await engine.claim(namespaces=[name])).handle for name in ("ours", "theirs", "ours")]
+    first, theirs, last = held
+    async with with_token(backend, tmp_path, "remote", "read", namespaces=["ours"]) as remote:
+        items = [Completion(handle, b"1") for handle in held]
+        found = await remote.executions.complete_many(items)
+        assert [getattr(each, "code", "completed") for each in found] == [
+            *("completed", "execution_not_found", "completed")
+        ]
+        hidden = await remote.executions.complete_many(items[1:2])
+        assert isinstance(hidden[0], NotFoundError)
+    for handle, state in ((first, "completed"), (theirs, "active"), (last, "completed")):
+        assert await backend.reads.read_execution_state(handle.execution_id) == state
+
+
 async def test_events_of_others_are_left_out(backend: ValkeyBackend, tmp_path: Path) -> None:
     engine = Engine(backend)
     ours, theirs = job(engine, "ours"), job(engine, "theirs")
@@ -250,6 +274,22 @@ async def test_a_feed_is_awaited_for_a_time_that_the_store_takes(backend: Valkey
             given = {"positions": {feed: [0, 0]}, "count": 1, "wait_s": wait_s}
             answer = await http.post(f"{FED}/read", given)
             assert (answer.status, list(answer.json)) == (200, [feed]), answer.body
+
+
+async def test_many_readers_of_feeds_leave_few_connections(backend: ValkeyBackend) -> None:
+    async def connections() -> int:
+        return len(str(await backend.transport.call("CLIENT", "LIST")).split("\\n")) - 1
+
+    before = await connections()
+    given = {"positions": {"fp:1": [0, 0]}, "count": 1, "wait_s": 0.5}
+    async with serving(Engine(backend)) as server:
+        http = Http(server.address)
+        await asyncio.gather(*(http.post(f"{FED}/read", given) for _ in range(80)))
+
+        async def are_few() -> bool:
+            return await connections() <= before + 32
+
+        await until(are_few, "closed connections")
 
 
 async def test_tags_of_others_are_not_told(

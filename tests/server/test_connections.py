@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import time
@@ -13,14 +14,17 @@ from typing import Any
 
 import msgspec
 import pytest
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from flowfabric.server.exchange import EventStream, send_events
 from flowfabric.server.listener import bind, connections_allowed
 from tests.server.conftest import Serving, waiters
 from tests.support.engine import Engine
 from tests.support.http import Http, read_head
+from tests.support.sdk import until
 
 PATH = "/v1/executions"
+UUID = "00000000-0000-4000-8000-000000000001"
 Link = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -109,6 +113,45 @@ async def test_pipelined_requests_are_answered_in_order(http: Http) -> None:
             await reader.readexactly(int(headers["content-length"]))
             statuses.append(status)
     assert statuses == [200, 404, 200, 200] * 25
+
+
+async def test_pipelined_requests_wait_unread(http: Http, engine: Engine) -> None:
+    """Each costs the server a hundred times its bytes once it is parsed."""
+    execution_id = await engine.create()
+    waiting = f"GET {PATH}/{execution_id}/state?wait_ms=20000 HTTP/1.1\r\nhost: t\r\n\r\n".encode()
+    bodies = b"POST /nope HTTP/1.1\r\ncontent-length: 5\r\n\r\n12345" * 2000
+    async with connected(http) as (reader, writer):
+        writer.write(waiting + b"GET /livez HTTP/1.1\r\n\r\n" * 4000 + bodies)
+        await writer.drain()
+        await waiters(engine, 1)
+        assert sum(isinstance(each, RequestResponseCycle) for each in gc.get_objects()) < 500
+        await engine.backend.executions.cancel_execution(execution_id)
+        statuses: list[int] = []
+        for _ in range(6001):
+            status, headers = await read_head(reader)
+            await reader.readexactly(int(headers["content-length"]))
+            statuses.append(status)
+    assert statuses == [200] * 4001 + [404] * 2000
+
+
+async def test_a_client_that_leaves_with_another_request_in_line_holds_nothing(
+    serve: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.server.routes.events.TICK_S", 0.01)
+    monkeypatch.setattr("flowfabric.server.sse.HEARTBEAT_S", 0.01)
+    async with serve(max_event_streams=1) as http:
+
+        async def is_free() -> bool:
+            async with http.open("GET", "/v1/events", None, {}) as (_, status, _):
+                return status == 200
+
+        async with connected(http) as (reader, writer):
+            writer.write(b"GET /v1/events HTTP/1.1\r\nhost: t\r\n\r\n")
+            assert (await read_head(reader))[0] == 200
+            writer.write(b"GET /livez HTTP/1.1\r\nhost: t\r\n\r\n")
+            await reader.readuntil(b": heartbeat")
+            assert not await is_free()
+        await until(is_free, "a permit")
 
 
 BROKEN = {
@@ -345,6 +388,24 @@ async def test_clients_that_leave_in_the_middle_of_a_body_hold_nothing(
                 break
             await asyncio.sleep(0)
         assert (await http.post(PATH, {})).status == 422
+
+
+async def test_bodies_that_do_not_arrive_keep_no_request_out(serve: Serving) -> None:
+    path = f"/v1/callbacks/executions/{{fp:1}}:{UUID}/waitpoints/{UUID}"
+    head = f"POST {path} HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\n"
+    async with serve(max_requests=2) as http, connected(http) as first, connected(http) as second:
+        for _, writer in (first, second):
+            writer.write(f"{head}content-length: 2\r\n\r\n{{".encode())
+            await writer.drain()
+            # The server has read both when it answers this.
+            assert (await http.get("/livez")).status == 200
+        assert (await http.get("/v1/lanes")).status == 200
+        status, headers = await read_head(first[0])
+        refused = json.loads(await first[0].readexactly(int(headers["content-length"])))
+        assert (status, refused["kind"]) == (429, "resource_exhausted")
+        assert refused["detail"] == "the body arrived too slowly for a busy server"
+        second[1].write(b"}")
+        assert (await read_head(second[0]))[0] == 401
 
 
 async def test_a_peer_that_vanishes_is_given_up() -> None:

@@ -149,3 +149,11 @@ async def test_a_marker_of_a_crashed_server_ends(serve: Serving, engine: Engine)
         assert busy.kind == (409, "idempotency_in_progress")
         await engine.backend.transport.call("DEL", name)
         assert (await http.post(PATH, LEAST, idempotency_key="k")).status == 201
+
+
+async def test_what_only_reads_stores_no_answer(http: Http, engine: Engine) -> None:
+    """A token that may only read must not be able to fill the store."""
+    for _ in range(2):
+        page = await http.post("/v1/engine/listings/list_executions", {}, idempotency_key="k")
+        assert (page.status, page.json["executions"]) == (200, [])
+    assert await names(engine) == set()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import pytest
 
 from flowfabric.core.capabilities import Offer
+from flowfabric.core.ids import new_uuid
 from flowfabric.server.auth import new_token, write_tokens
 from tests.server.test_remote import server, waiting
 from tests.support.engine import Engine
@@ -179,3 +182,65 @@ async def test_tasks_that_others_left_to_the_worker(http: Http, engine: Engine) 
     assert (await http.post("/v1/workers/w/claim", CLAIM)).status == 204
     found = await http.post("/v1/workers/w/claim", CLAIM | {"tasks": ["resize"]})
     assert found.json["execution_id"] == execution_id
+
+
+async def connections(engine: Engine) -> int:
+    listed = cast("bytes", await engine.backend.transport.call("CLIENT", "LIST"))
+    return len(listed.splitlines())
+
+
+def able(n: int) -> dict[str, Any]:
+    return {"worker_instance_id": f"w-{n}", "capabilities": [f"c{n}"]}
+
+
+async def test_offers_that_nobody_waits_with_keep_no_doorbell(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them has a connection to Valkey."""
+    monkeypatch.setattr("flowfabric.scheduler.claim_desk._MOST_BELLS", 4)
+    before = await connections(engine)
+    async with server(engine) as (_, http):
+        for n in range(20):
+            answer = await http.post("/v1/remote/claim?wait_ms=1", able(n))
+            assert (answer.status, answer.json["claims"]) == (200, [])
+            assert await connections(engine) <= before + 4
+
+
+async def test_workers_without_a_doorbell_find_work(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.scheduler.claim_desk._MOST_BELLS", 2)
+    monkeypatch.setattr("flowfabric.scheduler.claim_desk._LISTEN_S", 0.05)
+    async with server(engine) as (process, http):
+        asking = [
+            asyncio.ensure_future(http.post("/v1/remote/claim?wait_ms=20000", able(n)))
+            for n in range(6)
+        ]
+        await waiting(process, 6)
+        for n in range(6):
+            needed = {"required_capabilities": [f"c{n}"]}
+            await engine.create(policy={"routing_requirements": needed})
+        answers = await asyncio.gather(*asking)
+    assert [len(answer.json["claims"]) for answer in answers] == [1] * 6
+
+
+async def test_one_request_id_for_all_claims_is_refused(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each claim would cost more than the one before it, and leave another note."""
+    monkeypatch.setattr("flowfabric.server.remote_turns._MOST_TURNS", 3)
+    ask = {"worker_instance_id": "w-1", "request_id": new_uuid()}
+    async with server(engine) as (_, http):
+        for _ in range(3):
+            assert (await http.post("/v1/remote/claim", ask)).status == 200
+        notes = await engine.backend.transport.call("DBSIZE")
+        for _ in range(2):
+            refused = await http.post("/v1/remote/claim", ask)
+            assert refused.kind == (400, "invalid_input")
+            assert refused.json["detail"] == (
+                "request_id: was used 3 times; send a new one with each claim, and the same one "
+                "only to repeat it"
+            )
+        assert await engine.backend.transport.call("DBSIZE") == notes
+        new = await http.post("/v1/remote/claim", ask | {"request_id": new_uuid()})
+        assert new.status == 200

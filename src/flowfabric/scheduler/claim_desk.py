@@ -11,6 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -35,6 +36,9 @@ _IDLE_S = 60.0
 """How long hints and the doorbell are kept for workers that do not wait now."""
 _PAUSES_S = (0.05, 1.0)
 _SWEPT_LANES = 2
+_MOST_BELLS = 256
+"""How many doorbells may be open; each has a connection. Workers with yet another offer sweep every
+`_LISTEN_S`. As many offers are kept for workers that do not wait now."""
 
 T = TypeVar("T")
 OfferKey = tuple[tuple[str, ...], str, tuple[str, ...] | None]
@@ -69,6 +73,8 @@ class ClaimDesk:
         self._backend = backend
         self._admissions = Admissions(backend)
         self._offers: dict[OfferKey, SharedOffer] = {}
+        """Those used lately are last."""
+        self._bells = Bells()
         self.closed = False
 
     @property
@@ -122,6 +128,19 @@ class ClaimDesk:
 
         A look under way is never cut short: what it finds would be lost.
         """
+        offer.users += 1
+        try:
+            return await self._serve(offer, look, wait_s, given_up)
+        finally:
+            offer.users -= 1
+
+    async def _serve(
+        self,
+        offer: "SharedOffer",
+        look: Callable[[], Awaitable["Look[T]"]],
+        wait_s: float,
+        given_up: asyncio.Future[Any] | None,
+    ) -> tuple[T, float]:
         began = asked_at = time.monotonic()
         seen = await look()
         while not (seen.found or seen.is_last or self.closed):
@@ -151,13 +170,23 @@ class ClaimDesk:
         """What is shared by workers that offer these tokens (CSV) to these lanes and namespaces."""
         lanes = tuple(sorted(lanes))
         key = lanes, offered, None if namespaces is None else tuple(namespaces)
-        offer = self._offers.get(key)
+        offer = self._offers.pop(key, None)
         if offer is None:
-            self._offers = {key: each for key, each in self._offers.items() if not each.forgotten}
-            offer = SharedOffer(self._backend, lanes, Offer(offered, namespaces), instance)
-            self._offers[key] = offer
+            self._forget()
+            tokens = Offer(offered, namespaces)
+            offer = SharedOffer(self._backend, lanes, tokens, instance, self._bells)
+        self._offers[key] = offer
         offer.used_at = time.monotonic()
         return offer
+
+    def _forget(self) -> None:
+        """Of the two offers that were not used the longest, drop what is old or one too many."""
+        for key in [*islice(self._offers, 2)]:
+            offer = self._offers[key]
+            if offer.users or not offer.is_resting:
+                self._offers[key] = self._offers.pop(key)
+            elif offer.is_old or len(self._offers) >= _MOST_BELLS:
+                self._offers.pop(key).drop()
 
     async def aclose(self) -> None:
         """End every wait, and close the doorbells."""
@@ -170,15 +199,29 @@ def _as_it_is(claim: Claim, _since: float) -> Claim:
     return claim
 
 
+class Bells:
+    """How many more doorbells may be opened."""
+
+    def __init__(self) -> None:
+        self.free = _MOST_BELLS
+
+
 class SharedOffer:
     """The hints of workers that may take the same work, and those of them that wait for it.
 
     A ring wakes one of them. It wakes the next one if it leaves work.
     """
 
-    def __init__(self, backend: Backend, lanes: Sequence[str], offer: Offer, instance: str) -> None:
+    def __init__(
+        self, backend: Backend, lanes: Sequence[str], offer: Offer, instance: str, bells: Bells
+    ) -> None:
         self._backend = backend
         self._offer = offer
+        self._bells = bells
+        self._has_bell = False
+        self._rests = False
+        self.users = 0
+        """How many claims use it now."""
         self.lanes = LaneRotation(lanes, backend.counts, instance)
         self.waiters: deque[asyncio.Future[WorkPlace | None]] = deque()
         self.used_at = time.monotonic()
@@ -188,9 +231,19 @@ class SharedOffer:
         self._passed: dict[WorkPlace, float] = {}
 
     @property
-    def forgotten(self) -> bool:
+    def is_resting(self) -> bool:
+        """Whether it hears no ring now that would be lost."""
+        return self._listener is None or self._rests
+
+    @property
+    def is_old(self) -> bool:
         """Whether no worker has used this for a while."""
-        return self._listener is None and time.monotonic() - self.used_at > _IDLE_S
+        return time.monotonic() - self.used_at > _IDLE_S
+
+    def drop(self) -> None:
+        """Close the doorbell of an offer that rests."""
+        if self._listener is not None:
+            self._listener.cancel()
 
     async def ring(self, seconds: float, given_up: asyncio.Future[Any] | None) -> WorkPlace | None:
         """Wait in turn for a place that may hold work; None after `seconds` or when given up."""
@@ -252,8 +305,7 @@ class SharedOffer:
         try:
             while await self._is_wanted():
                 try:
-                    self._bell.hear(self._offer)
-                    places = await self._bell.wait(_LISTEN_S)
+                    places = await self._rings()
                     if not places:
                         lanes, width = self.lanes.some(_SWEPT_LANES), self._bell.sweep_width
                         places = await sweep(lanes, self._backend, width)
@@ -271,17 +323,34 @@ class SharedOffer:
                         await self._ring_again(place)
         finally:
             self._listener = None
+            if self._has_bell:
+                self._has_bell = False
+                self._bells.free += 1
             await self._bell.aclose()
+
+    async def _rings(self) -> list[WorkPlace]:
+        """The places that rang; none after `_LISTEN_S`, or if there are too many doorbells."""
+        if not self._has_bell:
+            if not self._bells.free:
+                await asyncio.sleep(_LISTEN_S)
+                return []
+            self._bells.free -= 1
+            self._has_bell = True
+        self._bell.hear(self._offer)
+        return await self._bell.wait(_LISTEN_S)
 
     async def _is_wanted(self) -> bool:
         """Whether a worker waits, or begins to before the doorbell is closed."""
         while not self.waiters:
             self._wanted.clear()
+            self._rests = True
             try:
                 async with asyncio.timeout(_IDLE_S):
                     await self._wanted.wait()
             except TimeoutError:
                 return False
+            finally:
+                self._rests = False
         return True
 
     async def aclose(self) -> None:

@@ -29,7 +29,7 @@ from flowfabric.engine.layers.audit import acting_as
 from flowfabric.engine.layers.tracing import continued
 from flowfabric.server import bodies, queries
 from flowfabric.server.auth import ANYONE
-from flowfabric.server.calls import Call, Pool, Services
+from flowfabric.server.calls import Call, RequestPool, Services
 from flowfabric.server.cors import Cors
 from flowfabric.server.exchange import (
     ClientGone,
@@ -81,7 +81,7 @@ class ServerApp:
             "control": config.limits.control,
             "bulk": config.limits.bulk,
         }
-        self._requests = Pool("requests", config.max_requests)
+        self._requests = RequestPool(config.max_requests)
         self._repeats = IdempotentReplies(services.backend.notes)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -155,11 +155,14 @@ class ServerApp:
         route, request = call.route, call.request
         body = b""
         if route.method in ("POST", "PUT"):
-            sent = await request.read(self._limits[route.limit], route.template)
+            arriving = self._requests.arriving if route.counted else {}
+            sent = await request.read(self._limits[route.limit], route.template, arriving)
             body = b"" if route.body is None else sent
             key = request.headers.get(b"idempotency-key")
-            # The callback route is open, and the key names its signal there.
-            if key is not None and route.scope is not None:
+            # The callback route is open, and the key names its signal there. Answers to what only
+            # reads, such as operations of our clients, are not stored: who may not write could
+            # fill the store.
+            if key is not None and route.scope not in (None, "read"):
                 return await self._repeats.run(key, call, body, self._run)
         return await self._run(call, body)
 

@@ -60,6 +60,25 @@ class Pool:
         self.held -= 1
 
 
+class RequestPool(Pool):
+    """Permits of requests. If none is free, the one whose body arrives the slowest leaves."""
+
+    def __init__(self, ceiling: int) -> None:
+        super().__init__("requests", ceiling)
+        self.arriving: dict[asyncio.Timeout, None] = {}
+        """The time limits of bodies that have not arrived, oldest first."""
+
+    def __enter__(self) -> None:
+        if self.held >= self.ceiling and self.arriving:
+            slowest = next(iter(self.arriving))
+            del self.arriving[slowest]
+            if not slowest.expired():
+                slowest.reschedule(0)
+            self.held += 1
+        else:
+            super().__enter__()
+
+
 class Services:
     """What the handlers of one process share. They keep no state between requests."""
 

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import msgspec
 
 from flowfabric.core.ids import new_uuid
-from flowfabric.server.problems import not_json, too_large
+from flowfabric.server.problems import made_room, not_json, too_large
 from flowfabric.server.wire import Reply
 
 log = logging.getLogger(__name__)
@@ -62,13 +62,20 @@ class Request:
         value = self.headers.get(name)
         return None if value is None else value.decode("latin-1")
 
-    async def read(self, limit: int, route: str) -> bytes:
-        """The body; raises if it is longer than the limit, or arrives too slowly."""
+    async def read(
+        self, limit: int, route: str, arriving: MutableMapping[asyncio.Timeout, None]
+    ) -> bytes:
+        """The body; raises if it is longer than the limit, or arrives too slowly.
+
+        While it arrives, its time limit is in `arriving`. It is taken out to end it early.
+        """
         self.check_length(limit, route)
         parts: list[bytes] = []
         size = 0
+        patience = asyncio.timeout(BODY_TIMEOUT_S)
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
+            async with patience:
+                arriving[patience] = None
                 while True:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
@@ -81,6 +88,8 @@ class Request:
                     if not message.get("more_body"):
                         break
         except TimeoutError:
+            if patience not in arriving:
+                raise made_room() from None
             raise not_json(400, f"body: did not arrive within {BODY_TIMEOUT_S:g} s") from None
         return parts[0] if len(parts) == 1 else b"".join(parts)
 

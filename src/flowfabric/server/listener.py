@@ -11,7 +11,8 @@ from typing import Any, cast
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from flowfabric.core.errors import ConfigError
 from flowfabric.core.ids import new_uuid
@@ -27,6 +28,8 @@ MAX_HEAD_BYTES = 65_536
 MAX_CONNECTIONS = 4096
 """How many connections may be open; fewer if the process may not open so many files."""
 _OTHER_FILES = 512
+_PART_BYTES = 4096
+"""How much is parsed at once. Of pipelined requests, each costs a hundred times its bytes."""
 KEEP_ALIVE_S = 75
 """How long a connection may be idle between two requests."""
 _BACKLOG = 2048
@@ -85,6 +88,27 @@ def connections_allowed() -> int:
     return max(16, min(MAX_CONNECTIONS, files - _OTHER_FILES))
 
 
+class HeldReading(FlowControl):
+    """Uvicorn's flow control, which reads nothing while it is held.
+
+    Uvicorn itself resumes reading whenever a request waits for its body or its client's end.
+    """
+
+    _is_held = False
+
+    def hold(self, is_held: bool) -> None:  # noqa: FBT001
+        """Stop reading, or let uvicorn decide again."""
+        was_held, self._is_held = self._is_held, is_held
+        if is_held:
+            self.pause_reading()
+        elif was_held:
+            self.resume_reading()
+
+    def resume_reading(self) -> None:
+        if not self._is_held:
+            super().resume_reading()
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. Closes it if the head of a request is too slow or too long."""
 
@@ -96,10 +120,15 @@ class BoundedProtocol(HttpToolsProtocol):
         """Bytes received since the last part of a body: of a head, or of trailers."""
         self._in_head = True
         self._deadline: asyncio.TimerHandle | None = None
+        self._under_way: RequestResponseCycle | None = None
+        """The request that is served; `cycle` is the last one received."""
+        self._unread = b""
+        """What follows pipelined requests. It is parsed when these are served."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
         self._socket = transport
+        self.flow = self._reading = HeldReading(transport)
         self._entered = self._all.enter(self)
         if not self._entered:
             self._refuse(_FULL)
@@ -112,6 +141,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self._entered = False
             self._all.leave(self)
         super().connection_lost(exc)
+        self.pipeline.clear()
+        self._unread = b""
+        if self._under_way is not None and not self._under_way.response_complete:
+            # Uvicorn only tells the last one received.
+            self._under_way.disconnected = True
+            self._under_way.message_event.set()
 
     def drop(self) -> None:
         """Make room for another connection."""
@@ -126,19 +161,30 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if not self._entered:
             return
-        if self._in_head and self._deadline is None:
+        if self._in_head and self._deadline is None and not self.pipeline:
             self._set_deadline(HEAD_TIMEOUT_S)
         # Before this part is counted: its end may already belong to the body.
         if self._head_bytes > MAX_HEAD_BYTES:
             self._end_deadline()
             self._refuse(_HEAD_TOO_LONG)
             return
-        self._head_bytes += len(data)
         self._unset_keepalive_if_required()
-        try:
-            self._feed(memoryview(data))
-        except httptools.HttpParserError:
-            self._refuse_malformed()
+        self._parse(self._unread + data if self._unread else data)
+
+    def _parse(self, data: bytes) -> None:
+        """Parse what was received, but leave what follows pipelined requests for later."""
+        rest = memoryview(data)
+        while rest and not self.pipeline and not self._socket.is_closing():
+            part, rest = rest[:_PART_BYTES], rest[_PART_BYTES:]
+            self._head_bytes += len(part)
+            try:
+                self._feed(part)
+            except httptools.HttpParserError:
+                self._refuse_malformed()
+                return
+        if not self._socket.is_closing():
+            self._unread = bytes(rest)
+            self._reading.hold(bool(rest))
 
     @property
     def _parser(self) -> httptools.HttpRequestParser:
@@ -200,8 +246,14 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._under_way = cycle
+        super()._start_asgi_task(cycle, app)
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._unread and not self.pipeline:
+            self._parse(self._unread)
         # Of pipelined requests, the next one has begun.
         if self._entered and self.cycle.response_complete:
             self._all.idle[self] = None

@@ -128,6 +128,15 @@ def exhausted(pool: str, ceiling: int, retry_after_ms: int = _RETRY_AFTER_MS) ->
     )
 
 
+def made_room() -> Problem:
+    """Every permit of requests is in use, and this one's body did not arrive."""
+    return Problem(
+        "resource_exhausted",
+        "the body arrived too slowly for a busy server",
+        fields={"retry_after_ms": _RETRY_AFTER_MS},
+    )
+
+
 def too_fast(token_id: str, rate_per_s: float, wait_s: float) -> Problem:
     """A token sends more requests than it may."""
     wait_ms = math.ceil(wait_s * 1000)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from flowfabric.core.contracts.leases import Claim
-from flowfabric.core.errors import NotFoundError
+from flowfabric.core.errors import NotFoundError, invalid_input
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.claims import ClaimRequest
@@ -25,6 +25,8 @@ and the engine numbers the leases of a call with the rest."""
 _CALL = slice(32)
 """What the ids of leases from one call have in common."""
 _RELEASED = b"released"
+_MOST_TURNS = 128
+"""How many requests may have one id. Each looks at the notes of all before it."""
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -63,6 +65,9 @@ class RemoteTurns:
             return turn, []
         note, last = name, found
         while found not in (None, mine):
+            if turn.number + 1 == _MOST_TURNS:
+                problem = f"was used {_MOST_TURNS} times; send a new one with each claim"
+                raise invalid_input("request_id", f"{problem}, and the same one only to repeat it")
             # What this turn claims must be found, too.
             await notes.extend_note(note, ttl_ms)
             turn, last = msgspec.structs.replace(turn, number=turn.number + 1), found

@@ -26,6 +26,8 @@ from flowfabric.engine.http.codec import WireError
 _WORKERS = "worker:"
 _MAX_COUNT = 100_000
 _MAX_WAIT_S = 60.0
+_MOST_IDLE = 32
+"""How many connections are kept for the next readers."""
 _MAX_LEASE_MS = 600_000
 _is_partition_feed = re.compile(r"(fp|b|q):(0|[1-9][0-9]{0,4})").fullmatch
 
@@ -145,7 +147,7 @@ class ServedFeeds:
         except BaseException:
             link.close()
             raise
-        if self._closed:
+        if self._closed or len(self._idle) >= _MOST_IDLE:
             link.close()
         else:
             self._idle.append(link)

@@ -12,6 +12,7 @@ import msgspec
 from flowfabric.core.contracts.executions import ExecutionPage, NewExecution
 from flowfabric.core.contracts.flows import FlowGraph
 from flowfabric.core.contracts.leases import Handle
+from flowfabric.core.errors import NotFoundError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.version import __version__
 from flowfabric.engine.api.executions import Completion
@@ -50,9 +51,12 @@ def _route(operation: Operation) -> Route:
     async def serve(call: _Call) -> Reply:
         given = _decoded(operation, call.body)
         restricted = call.caller.namespaces is not None
-        if restricted and "rows" not in operation.marks:
-            await _check(call, operation, given)
-        result = await _run(call, operation, given)
+        if restricted and "many" in operation.marks:
+            result = await _run_visible(call, operation, given)
+        else:
+            if restricted and "rows" not in operation.marks:
+                await _check(call, operation, given)
+            result = await _run(call, operation, given)
         if restricted and "rows" in operation.marks:
             result = await _visible(call, result)
         return Reply(200, codec.encode_escaped(codec.encode_as(operation.result, result)))
@@ -93,6 +97,22 @@ async def _run(call: _Call, operation: Operation, given: Mapping[str, Any]) -> A
     if services.stopping.is_set():
         raise closing(operation.name)
     raise ClientGone
+
+
+async def _run_visible(call: _Call, operation: Operation, given: Mapping[str, Any]) -> list[Any]:
+    """The outcome of every item; what the caller may not see is not found, as what is gone."""
+    name, items = next(iter(given.items()))
+    rows: list[Any] = []
+    kept: list[Any] = []
+    for item in items:
+        try:
+            await _check_value(call, name, item)
+            rows.append(None)
+            kept.append(item)
+        except NotFoundError as error:
+            rows.append(error)
+    found = iter(await _run(call, operation, {**given, name: kept}) if kept else ())
+    return [next(found) if row is None else row for row in rows]
 
 
 async def _check(call: _Call, operation: Operation, given: Mapping[str, Any]) -> None:
