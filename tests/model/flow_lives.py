@@ -283,12 +283,11 @@ class FlowLives(RuleBasedStateMachine):
             self.model.end(key, "completed")
 
     def complete_and_claim(self) -> None:
-        # The call must have room for all that the end means before it claims.
-        self.units(128)
+        self.units(128)  # All that the end means is done before the claim.
         if key := self.holder():
-            item, count = Completion(self.handles[key], b"r"), self.rng.choice((1, 2, 100))
-            call = self.backend.claims.complete_and_claim(self.tag, [item], WANT, count)
-            outcomes, got = self.ask(call)
+            items, count = [Completion(self.handles[key], b"r")], self.rng.choice((1, 2, 100))
+            call = self.backend.claims.complete_and_claim
+            outcomes, got = self.ask(call(self.tag, items, WANT, count))
             self.agree(outcomes, [None])
             self.model.end(key, "completed")
             self.took(got, count)
