@@ -95,6 +95,25 @@ async def test_a_join_that_two_completions_meet_fires_once(engine: Engine) -> No
     assert (group.satisfied_count, group.group_state) == (2, "satisfied")
 
 
+@pytest.mark.parametrize("configured", [False, True])
+async def test_a_join_that_cancels_its_siblings_keeps_how_it_was_decided(
+    engine: Engine, *, configured: bool
+) -> None:
+    # Of a lane with settings, the claim reads the index: what was kept is stored there first.
+    if configured:
+        await engine.backend.lanes.set_lane_config("default", reclaim_grace_ms=5)
+    joins = {"z": AnyOf("cancel_remaining")}
+    flow = await submitted(engine, "a>z b>z", joins)
+    await flow.claim()
+    claimed = await complete(flow, "a")
+    assert keys_of(flow, claimed) == ["z"]
+    inputs = await engine.backend.flows.get_inputs(flow.nodes["z"])
+    assert inputs.fired_by == flow.nodes["a"]
+    assert await flow.states() == {"a": "completed", "b": "cancelled", "z": "active"}
+    (group,) = (await flow.snapshot()).edge_groups
+    assert (group.satisfied_count, group.group_state) == (1, "satisfied")
+
+
 async def test_members_of_other_lanes_and_tasks_wait_for_their_workers(engine: Engine) -> None:
     plan = graph("a>b a>c a>d")
     kinds = {"b": {"lane_id": "slow"}, "c": {"execution_kind": "unknown"}}

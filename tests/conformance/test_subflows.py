@@ -158,6 +158,18 @@ async def test_cancelling_the_parent_flow_reaches_every_level(engine: Engine, po
     assert set((await flow.states()).values()) == {"completed"}
 
 
+async def test_a_subflow_that_is_still_to_begin_runs_in_a_flow_that_lets_members_finish(
+    engine: Engine,
+) -> None:
+    flow = await parent(engine, "a>s>z")
+    await child(flow, "x>y")
+    assert await flow.claim() == ["a"]
+    await engine.backend.flows.cancel_flow(flow.flow_id, "why", cancellation_policy="flow_only")
+    for key in "axyz":
+        await flow.end(key)
+    assert set((await flow.states()).values()) == {"completed"}
+
+
 async def test_a_stronger_policy_reaches_a_subflow_that_was_draining(engine: Engine) -> None:
     flow = await parent(engine, "s")
     await child(flow, "x")

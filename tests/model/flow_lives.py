@@ -22,13 +22,14 @@ from flowfabric.core.contracts.flows import (
     OnSatisfied,
     Quorum,
 )
-from flowfabric.core.contracts.leases import Handle
+from flowfabric.core.contracts.leases import ClaimedMany, Handle
 from flowfabric.core.graph import edge_id, node_id, ordered
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import flow_partition
 from flowfabric.core.policy import parse_policy
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from tests.model.flow_audit import Recount
 from tests.model.flow_model import ENDED, STRENGTH, Edge, FlowModel, Member
@@ -37,6 +38,7 @@ from tests.support.leaks import find_leaks
 
 FLOW = "00000000-0000-4000-8000-0000000000f1"
 TTL = 10**9
+WANT = ClaimRequest("default", "w", "w-1", lease_ttl_ms=TTL)
 BACKOFF, RETRIES = 1000, 1
 LIFETIME = 60_000
 MAX_MEMBERS = 8
@@ -51,6 +53,7 @@ UNITS = (1, 2, 3, 128)
 LIKELY = {
     "claim": 8,
     "complete": 6,
+    "complete_and_claim": 3,
     "fail": 6,
     "wait": 2,
     "spawn": 2,
@@ -127,7 +130,7 @@ class FlowLives(RuleBasedStateMachine):
         states = {member.state for member in members}
         acts = ["units"]
         if self.holders():
-            acts += ["complete", "fail", "wait", "spawn", "revoke"]
+            acts += ["complete", "complete_and_claim", "fail", "wait", "spawn", "revoke"]
         if any((m.state == "waiting" and not m.held) or m.revoked for m in members):
             acts.append("claim")
         if states & set(LIVE):
@@ -260,9 +263,10 @@ class FlowLives(RuleBasedStateMachine):
     # --- workers ---------------------------------------------------------------------------
 
     def claim(self) -> None:
-        want = ClaimRequest("default", "w", "w-1", lease_ttl_ms=TTL)
         count = self.rng.choice((1, 2, 100))
-        got = self.ask(self.backend.claims.claim_many(want, self.tag, count))
+        self.took(self.ask(self.backend.claims.claim_many(WANT, self.tag, count)), count)
+
+    def took(self, got: ClaimedMany, count: int) -> None:
         keys = {self.id_of(key): key for key in self.model.members}
         taken = {keys[claim.execution_id]: claim.handle for claim in got.claims}
         paused = {key for key, member in self.model.members.items() if member.paused}
@@ -277,6 +281,16 @@ class FlowLives(RuleBasedStateMachine):
                 answer = self.ask(self.backend.executions.complete(self.handles[key], b"r"))
                 self.agree(word(answer), "completed")
             self.model.end(key, "completed")
+
+    def complete_and_claim(self) -> None:
+        self.units(128)  # All that the end means is done before the claim.
+        if key := self.holder():
+            items, count = [Completion(self.handles[key], b"r")], self.rng.choice((1, 2, 100))
+            call = self.backend.claims.complete_and_claim
+            outcomes, got = self.ask(call(self.tag, items, WANT, count))
+            self.agree(outcomes, [None])
+            self.model.end(key, "completed")
+            self.took(got, count)
 
     def fail(self) -> None:
         if key := self.holder():

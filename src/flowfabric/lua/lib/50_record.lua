@@ -155,12 +155,9 @@ function record.move_later(rec, state, ...)
   rec.state, rec.counted = state, rec.state
 end
 
--- Adds what `move_later` left to a list of fields. Another call may have changed it since.
+-- Adds what `move_later` left to a list of fields. It may have been changed or cleared since.
 function record.with_unwritten(rec, fields)
-  for i = 1, #rec.unwritten, 2 do
-    local name = rec.unwritten[i]
-    fields[#fields + 1], fields[#fields + 2] = name, rec[name]
-  end
+  for i = 1, #rec.unwritten, 2 do values.add(fields, rec.unwritten[i], rec[rec.unwritten[i]]) end
   rec.unwritten = nil
   return fields
 end

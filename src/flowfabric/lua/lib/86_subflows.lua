@@ -86,7 +86,8 @@ function subflows.begin(c, flow_id)
   local f = flow.read(c, flow_id)
   if not f or not f.awaits_parent then return end
   flow.clear(c, flow_id, 'awaits_parent')
-  if not f.hold and not flow.is_cancelled(f) then flow.release(c, flow_id) end
+  -- A cancelled flow whose policy ends no members still runs them.
+  if not f.hold and not flow.ends_members(f) then flow.release(c, flow_id) end
 end
 
 -- Asks the parent of a submitted flow in another partition whether the flow may run.
