@@ -438,3 +438,18 @@ async def test_a_deleted_subflow_is_replaced(engine: Engine) -> None:
     assert second.flow_id != first.flow_id
     await flow.end("y")
     assert await flow.state("s") == "completed"
+
+
+async def test_cancelling_a_flow_ends_a_member_whose_subflow_is_still_to_begin_once(
+    engine: Engine,
+) -> None:
+    flow = await parent(engine, "a>s>z")
+    await child(flow, "x>y")
+    assert await flow.claim() == ["a"]
+    await engine.backend.flows.cancel_flow(
+        flow.flow_id, "why", cancellation_policy="cancel_pending"
+    )
+    assert await flow.states() == dict.fromkeys("sxyz", "cancelled") | {"a": "active"}
+    events = await engine.events(flow.nodes["s"])
+    assert [event.type for event in events].count("completion") == 1
+    assert (await flow.snapshot()).members == {"active": 1, "cancelled": 2}

@@ -15,6 +15,9 @@ function flow_cancel.member(c, flow_id, id)
     subflows.cancel(c, rec, policy, f.cancel_reason)
     -- A subflow that runs goes on to its end, as a running attempt does.
     if rec.subflow_open then return 'settled' end
+    -- A subflow without a running member finishes at once, which ends the member.
+    record.look_again(c, id, rec)
+    if S.is_terminal(rec.state) then return 'cancelled' end
   end
   if not flow.ends_members(f) then return 'settled' end
   if policy == 'cancel_pending' then
