@@ -9,9 +9,11 @@ import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from flowfabric.core.errors import TransportError
+from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
@@ -20,7 +22,8 @@ from flowfabric.sdk.worker import Worker
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.cluster import slot_of
 from tests.support.cluster import TestCluster
-from tests.support.sdk import config, opener, serving, submit, until
+from tests.support.scanning import QUICK, running
+from tests.support.sdk import config, opener, serving, state, submit, until
 
 COUNTS = PartitionCounts(flow=12)
 SOON_S = 3.0
@@ -133,3 +136,27 @@ async def test_a_search_finds_what_is_elsewhere(
                 await backend.wakeups.find_work(places[:-1])
     finally:
         await come_back(cluster, "hangs")
+
+
+async def test_scanners_do_what_is_due_elsewhere(
+    backend: ValkeyBackend, cluster: TestCluster
+) -> None:
+    partition = served(cluster)
+    for each in (*partitions(cluster, away(cluster)), partition):
+        await submit(backend, partition=each)
+    settings = msgspec.structs.replace(QUICK, territory_refresh_s=2, clock_trust_s=5)
+    async with running(backend, settings) as supervisor:
+        await until(lambda: supervisor.status()["delayed_promoter"].cycles > 1, "a few cycles")
+        await leave(cluster, "hangs")
+        try:
+            (delayed,) = await submit(backend, partition=partition, delay_ms=200)
+            await until(lambda: is_waiting(backend, delayed), "the end of the delay", 8)
+        finally:
+            await come_back(cluster, "hangs")
+        await until(
+            lambda: not any(each.stuck for each in supervisor.status().values()), timeout=20
+        )
+
+
+async def is_waiting(backend: ValkeyBackend, execution_id: ExecutionId) -> bool:
+    return await state(backend, execution_id) == "waiting"

@@ -30,7 +30,7 @@ _LANES_RUNG = 100
 _SLOW_S = 0.05
 """After how long a primary no longer holds up the others."""
 _RETRY_S = 1.0
-_FIND_S = 1.0
+_FIND_S = 0.25
 """How long a node of a cluster may take to answer where work waits."""
 _PLACES_AT_ONCE = 500
 _BELLS_KNOWN = 10_000
