@@ -38,7 +38,7 @@ class SharedHints(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Hold:
+class _PermitHold:
     """Permits that a claim under way reserved."""
 
     place: WorkPlace
@@ -75,7 +75,7 @@ class WorkerClaims(ClaimPermits[T]):
         # Where candidates need admission, and where a claim is under way.
         self._limited: set[WorkPlace] = set()
         self._claiming: set[WorkPlace] = set()
-        self._holds: set[_Hold] = set()
+        self._holds: set[_PermitHold] = set()
         self._fault: EngineError | None = None
 
     async def claim_many(self, wanted: int) -> list[T]:
@@ -143,7 +143,7 @@ class WorkerClaims(ClaimPermits[T]):
             return [], True
         request_id, since, repeats = self._request(lane_id, tag)
         tasks: list[T] = []
-        hold = _Hold((lane_id, tag), reserved)
+        hold = _PermitHold((lane_id, tag), reserved)
         self._holds.add(hold)
         self._claiming.add((lane_id, tag))
         try:
@@ -191,7 +191,7 @@ class WorkerClaims(ClaimPermits[T]):
                 self.free += hold.permits
                 hold.permits, hold.lent = 0, True
 
-    def _take_back(self, hold: _Hold, wanted: int) -> None:
+    def _take_back(self, hold: _PermitHold, wanted: int) -> None:
         if hold.lent:
             hold.permits = self.reserve(wanted)
 
