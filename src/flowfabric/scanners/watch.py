@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 
-from flowfabric.core.errors import CorruptionError
+from flowfabric.core.errors import CorruptionError, TransportError
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.upkeep import SOUGHT_AT_ONCE, DueScan, Index
 
@@ -16,6 +16,8 @@ Territory = Mapping[str, frozenset[str]]
 IndexesOf = Callable[[Territory], list[Index]]
 
 _MAX_PEEKS = 16
+_READ_S = 1.0
+"""How long to wait for registries that were read before."""
 
 
 class TerritoryMap:
@@ -35,7 +37,7 @@ class TerritoryMap:
             now, joined = asyncio.get_running_loop().time(), dict(self._current)
             if fresh or now - self._read_at >= self._refresh_s:
                 joined = dict(await self._read())
-                self._read_at = now
+                self._read_at = asyncio.get_running_loop().time()
             for tag, lanes in self._places.known_places.copy().items():
                 if not lanes <= joined.setdefault(tag, frozenset()):
                     joined[tag] |= lanes
@@ -45,7 +47,13 @@ class TerritoryMap:
 
     async def _read(self) -> Territory:
         try:
-            read = await self._places.lanes_by_partition()
+            async with asyncio.timeout(_READ_S if self._current else None):
+                read = await self._places.lanes_by_partition()
+        except (TimeoutError, TransportError):
+            # In a cluster, the registries may be on a node that is away.
+            if not self._current:
+                raise
+            return self._current
         except CorruptionError as error:
             if not self._is_damaged:
                 extra = {"action": "registry_unreadable", "error": str(error)}
@@ -146,9 +154,13 @@ class DueWatch:
         if absent:
             absent += self._absent_of_others(scanner, SOUGHT_AT_ONCE - len(absent))
         asked_at = asyncio.get_running_loop().time()
-        appeared, times = await asyncio.gather(
-            self._upkeep.any_exists(absent), asyncio.gather(*map(self._upkeep.earliest, armed))
-        )
+        try:
+            appeared, times = await asyncio.gather(
+                self._upkeep.any_exists(absent), asyncio.gather(*map(self._upkeep.earliest, armed))
+            )
+        except TransportError:
+            # Some indexes may be on a node that is away: a scan reads those of the others.
+            return None
         if appeared:
             # The answer does not say which one, so every scanner looks for itself.
             for index in absent:

@@ -6,6 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from flowfabric.core.backoff import Backoff
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _FIRST_PAUSE_S = 0.05
+_SLOW_S = 0.05
+"""After how long a claim no longer holds up those from other partitions."""
 _LAST_CLAIM_PAUSE_S = 5.0
 _LAST_LISTEN_PAUSE_S = 1.0
 _SWEPT_LANES = 2
@@ -49,6 +52,12 @@ class ClaimLoop(Generic[T]):
         self._listening = False
         self._rung: set[WorkPlace] = set()
         self._passed: dict[WorkPlace, float] = {}
+        self._away: dict[WorkPlace, asyncio.Task[None]] = {}
+        """The visits under way: at most one is waited for, the others are slow or pause."""
+        self._backoffs: dict[WorkPlace, Backoff] = {}
+        """Where the last claim failed."""
+        self._fatal: BaseException | None = None
+        """The error of a visit that ends the loop."""
         claims.on_release = self._wake.set
 
     def stop(self) -> None:
@@ -73,35 +82,79 @@ class ClaimLoop(Generic[T]):
 
     async def _serve(self) -> None:
         self._lanes.hint_own(self._backend)
-        backoff, outage = Backoff(_FIRST_PAUSE_S, _LAST_CLAIM_PAUSE_S), self._claims.outage
-        while not self._stopped.is_set():
-            found = self._lanes.next() if self._claims.free else None
-            if found is None:
-                self._wake.clear()
-                if self._claims.free and not self._claims.draining:
-                    self._rings_wanted.set()
-                elif self._claims.meter is not None:
-                    self._claims.meter.count("ff_worker_at_capacity_total")
-                await self._wake.wait()
-                continue
-            try:
-                await self._claim(*found)
-                backoff.reset()
-                outage.ended()
-            except EngineError as error:
-                if is_permanent(error):
-                    raise
-                if not outage.noticed(error, "claim failed"):
-                    extra = {"action": "claim_failed"}
-                    log.warning("claim failed, trying again: %s", error, extra=extra)
-                await self._pause(error, backoff.jittered_s())
+        try:
+            while self._goes_on():
+                found = self._lanes.next() if self._claims.free else None
+                if found is None:
+                    self._wake.clear()
+                    if self._claims.free and not self._claims.draining:
+                        self._rings_wanted.set()
+                    elif self._claims.meter is not None:
+                        self._claims.meter.count("ff_worker_at_capacity_total")
+                    await self._wake.wait()
+                    continue
+                lane, tag = found
+                if (lane.lane_id, tag) in self._away:
+                    # The visit under way hints at it again when it ends.
+                    lane.claimed(tag, more=False)
+                    continue
+                await self._visit(lane, tag)
+        except BaseException:
+            for visit in self._away.values():
+                visit.cancel()
+            raise
+        finally:
+            # What they claim is still started.
+            if self._away:
+                await asyncio.wait(self._away.values())
+
+    def _goes_on(self) -> bool:
+        if self._fatal is not None:
+            raise self._fatal
+        return not self._stopped.is_set()
+
+    async def _visit(self, lane: LaneHints, tag: str) -> None:
+        """Claim there, but let no partition whose server is slow or away hold up the others."""
+        place = lane.lane_id, tag
+        visit = asyncio.create_task(self._claim(lane, tag))
+        self._away[place] = visit
+        visit.add_done_callback(partial(self._returned, place))
+        try:
+            done, _ = await asyncio.wait([visit], timeout=_SLOW_S)
+        except asyncio.CancelledError:
+            visit.cancel()
+            raise
+        if not done:
+            self._claims.lend(place)
+            lane.claimed(tag, more=False)
+
+    def _returned(self, place: WorkPlace, visit: asyncio.Task[None]) -> None:
+        del self._away[place]
+        if not visit.cancelled():
+            self._fatal = visit.exception() or self._fatal
+        self._wake.set()
 
     async def _claim(self, lane: LaneHints, tag: str) -> None:
-        tasks = await lane.visit([tag], self._batch, self._claims.claim_from)
+        place, outage = (lane.lane_id, tag), self._claims.outage
+        try:
+            tasks = await lane.visit([tag], self._batch, self._claims.claim_from)
+        except EngineError as error:
+            if is_permanent(error):
+                raise
+            if not outage.noticed(error, "claim failed"):
+                extra = {"action": "claim_failed"}
+                log.warning("claim failed, trying again: %s", error, extra=extra)
+            backoff = self._backoffs.setdefault(place, Backoff(_FIRST_PAUSE_S, _LAST_CLAIM_PAUSE_S))
+            await self._pause(error, backoff.jittered_s())
+            lane.add(tag)
+            return
         for task in tasks:
             self._start(task)
+        self._backoffs.pop(place, None)
+        if not self._backoffs:
+            outage.ended()
         if not tasks and tag not in lane.hinted:
-            await self._pass_on((lane.lane_id, tag))
+            await self._pass_on(place)
 
     async def _pause(self, error: EngineError, seconds: float) -> None:
         """Wait, but stop when the server is back or the loop is stopped."""

@@ -37,6 +37,15 @@ class SharedHints(NamedTuple):
     admissions: Admissions
 
 
+@dataclass(eq=False)
+class _PermitHold:
+    """Permits that a claim under way reserved."""
+
+    place: WorkPlace
+    permits: int
+    lent: bool = False
+
+
 @dataclass(eq=False, repr=False)
 class WorkerClaims(ClaimPermits[T]):
     """Claims of one worker process from the store."""
@@ -66,6 +75,7 @@ class WorkerClaims(ClaimPermits[T]):
         # Where candidates need admission, and where a claim is under way.
         self._limited: set[WorkPlace] = set()
         self._claiming: set[WorkPlace] = set()
+        self._holds: set[_PermitHold] = set()
         self._fault: EngineError | None = None
 
     async def claim_many(self, wanted: int) -> list[T]:
@@ -133,6 +143,8 @@ class WorkerClaims(ClaimPermits[T]):
             return [], True
         request_id, since, repeats = self._request(lane_id, tag)
         tasks: list[T] = []
+        hold = _PermitHold((lane_id, tag), reserved)
+        self._holds.add(hold)
         self._claiming.add((lane_id, tag))
         try:
             claims, request = self.backend.claims, self.requests[lane_id]
@@ -149,17 +161,19 @@ class WorkerClaims(ClaimPermits[T]):
             again = self._note_limited((lane_id, tag), claimed)
             if again:
                 again = await self._claim_admitted(request, tag, claimed, since)
-            tasks = [self.adopt(claim, since) for claim in claimed.claims[:reserved]]
+            self._take_back(hold, len(claimed.claims))
+            tasks = [self.adopt(claim, since) for claim in claimed.claims[: hold.permits]]
         except (TransportError, asyncio.CancelledError) as error:
             if not isinstance(error, TransportError) or error.ambiguous:
                 self._note_unanswered(lane_id, tag, request_id, since)
             raise
         finally:
             self._claiming.discard((lane_id, tag))
-            self.free += reserved - len(tasks)
-        if len(claimed.claims) > reserved:
-            # The answer to an earlier request, when more permits were free.
-            await give_back(self.backend, [claim.handle for claim in claimed.claims[reserved:]])
+            self._holds.discard(hold)
+            self.free += hold.permits - len(tasks)
+        if len(claimed.claims) > len(tasks):
+            # The answer to an earlier or slow request, when more permits were free.
+            await give_back(self.backend, [claim.handle for claim in claimed.claims[len(tasks) :]])
         if tasks:
             self.found_at(lane_id, tag)
         if claimed.draining:
@@ -169,6 +183,17 @@ class WorkerClaims(ClaimPermits[T]):
         # Work remains but none was claimable by this worker: wait for a ring or the next sweep.
         # A repeat returned only what it had returned before.
         return tasks, again or (repeats and claimed.remaining > 0)
+
+    def lend(self, place: WorkPlace) -> None:
+        """Free the permits of a claim that its server keeps waiting; it takes what is free then."""
+        for hold in self._holds:
+            if hold.place == place:
+                self.free += hold.permits
+                hold.permits, hold.lent = 0, True
+
+    def _take_back(self, hold: _PermitHold, wanted: int) -> None:
+        if hold.lent:
+            hold.permits = self.reserve(wanted)
 
     def _note_limited(self, place: WorkPlace, claimed: ClaimedMany) -> bool:
         """Whether candidates of a place need admission."""

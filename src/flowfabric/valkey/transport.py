@@ -95,6 +95,11 @@ class Transport:
             await self._link.acquire(asyncio.get_running_loop().time() + limit, patient=False)
         await self.call("PING", timeout=limit)
 
+    def peer_of(self, tag: str) -> str | None:
+        """The name of the node that serves a hash tag, if it is known."""
+        link = self._link_of(tag)
+        return None if link is None else link.address.peer
+
     def hurry(self, *, leaving: bool = True) -> None:
         """While leaving, calls to a server that cannot be reached fail at once."""
         self._hurried = leaving

@@ -76,7 +76,7 @@ class ValkeyBackend(ClosedOnce, Backend):
         self.counts = counts
         self.stream_pool = StreamPool(transport)
         calls = self.calls = FunctionCalls(transport, counts, self.max_payload_bytes)
-        places = self.places = ValkeyPlaces(calls)
+        places = self.places = self._places = ValkeyPlaces(calls)
         drains = self.drains = CascadeDrains(calls)
         executions = self.executions = ValkeyExecutions(calls, places, drains)
         leases = self.leases = ValkeyLeases(calls, places)
@@ -157,3 +157,4 @@ class ValkeyBackend(ClosedOnce, Backend):
             closing.push_async_callback(self._events.aclose)
             closing.push_async_callback(self.drains.aclose)
             closing.push_async_callback(self._quotas.aclose)
+            closing.push_async_callback(self._places.aclose)

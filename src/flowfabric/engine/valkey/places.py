@@ -1,6 +1,7 @@
 """The places in use; scanners and listings read no others."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -15,10 +16,14 @@ from flowfabric.engine.valkey.calls import FunctionCalls, text
 from flowfabric.engine.valkey.pages import chunks
 from flowfabric.engine.valkey.placements import Placements
 
+log = logging.getLogger(__name__)
+
 _AT_ONCE = 500
 # A process keeps registering what it used within this time.
 _FORGET_S = 300.0
 _REPEAT_S = 10.0
+_REPEAT_WAIT_S = 0.5
+"""How long a call waits for that. In a cluster, the registries may be on a node that is away."""
 KEPT = "kept"
 """The stamp of a lane that was declared or has settings: it stays registered when empty."""
 ANYWHERE = "*"
@@ -44,6 +49,7 @@ class ValkeyPlaces(Places):
         self._forget_at: float | None = None
         # When, on the monotonic clock, to register everything again; None: at the next call.
         self._repeat_at: float | None = None
+        self._repeating: asyncio.Task[None] | None = None
 
     async def register_places(self, places: Mapping[str, Iterable[str]]) -> None:
         check.instance(places, Mapping, "places")
@@ -52,7 +58,7 @@ class ValkeyPlaces(Places):
             for tag, lanes in places.items()
         }
         if self._repeat_is_due():
-            await self.register_again()
+            await self._try_again()
         new = {
             tag: lanes - self.known_places.get(tag, set())
             for tag, lanes in wanted.items()
@@ -65,6 +71,25 @@ class ValkeyPlaces(Places):
             self.known_places.setdefault(tag, set()).update(lanes - refused)
         if refused:
             raise lane_limit(min(refused))
+
+    async def _try_again(self) -> None:
+        """Register again; the caller needs no success, because its own places were registered."""
+        if self._repeating is None:
+            self._repeating = asyncio.create_task(self.register_again())
+            self._repeating.add_done_callback(self._repeated)
+            await asyncio.wait([self._repeating], timeout=_REPEAT_WAIT_S)
+
+    def _repeated(self, task: asyncio.Task[None]) -> None:
+        self._repeating = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # The next call tries again.
+            log.debug("could not register places again: %s", error)
+
+    async def aclose(self) -> None:
+        """Stop registering again."""
+        if self._repeating is not None:
+            self._repeating.cancel()
+            await asyncio.wait([self._repeating])
 
     async def register_again(self) -> None:
         now = time.monotonic()

@@ -93,7 +93,9 @@ class ValkeyUpkeep(api.Upkeep):
             )
 
         args = (limit, offset, *places_of(names))
-        return await self._calls.ask("ff_scan_due", group[0].tag, args, decode, op="scan_due")
+        return await self._calls.promptly(
+            self._calls.ask("ff_scan_due", group[0].tag, args, decode, op="scan_due")
+        )
 
     async def any_exists(self, indexes: Sequence[api.Index]) -> bool:
         groups = self._groups(indexes, api.SOUGHT_AT_ONCE)
@@ -101,13 +103,17 @@ class ValkeyUpkeep(api.Upkeep):
 
     async def _exists(self, group: list[api.Index]) -> bool:
         names = [_key(index) for index in group]
-        found: Any = await self._calls.transport.call("EXISTS", *names, key=names[0])
+        found: Any = await self._calls.promptly(
+            self._calls.transport.call("EXISTS", *names, key=names[0])
+        )
         return found > 0
 
     async def earliest(self, index: api.Index) -> int | None:
         key = _key(index)
         try:
-            found: Any = await self._calls.read(key, "ZRANGE", key, 0, 0, "WITHSCORES")
+            found: Any = await self._calls.promptly(
+                self._calls.read(key, "ZRANGE", key, 0, 0, "WITHSCORES")
+            )
         except CorruptionError:
             return 0
         # A damaged score may be infinite.

@@ -16,6 +16,7 @@ from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.ids import new_uuid, validate_lane
 from flowfabric.engine.api import check
 from flowfabric.engine.api.places import Doorbell, WorkPlace
+from flowfabric.engine.outage import Outage, is_permanent
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, call_each, places_of, raised, split, text
 from flowfabric.engine.valkey.pages import chunks
@@ -26,6 +27,11 @@ log = logging.getLogger(__name__)
 _GRACE_S = 2.0
 _PEEKED = 16
 _LANES_RUNG = 100
+_SLOW_S = 0.05
+"""After how long a primary no longer holds up the others."""
+_RETRY_S = 1.0
+_FIND_S = 0.25
+"""How long a node of a cluster may take to answer where work waits."""
 _PLACES_AT_ONCE = 500
 _BELLS_KNOWN = 10_000
 _LISTEN_S = 60
@@ -47,13 +53,23 @@ class ValkeyWakeups:
             for lane_id, tag in check.pairs(places, "places")
         ]
         if self._calls.transport.is_cluster:
-            found = await asyncio.gather(*(self._any_work([place]) for place in places))
-            return [place for place, any_work in zip(places, found, strict=True) if any_work]
+            return await self._find_apart(places)
         first = check.whole(likely, "likely", 1)
         parts = await asyncio.gather(
             *(self._narrow(part, first) for part in chunks(places, _PLACES_AT_ONCE))
         )
         return [place for part in parts for place in part]
+
+    async def _find_apart(self, places: Sequence[WorkPlace]) -> list[WorkPlace]:
+        """Those of the places that have work; a node that is away does not hide the others'."""
+        found = await asyncio.gather(
+            *(self._any_work([place], _FIND_S) for place in places), return_exceptions=True
+        )
+        answers = [answer for answer in found if not isinstance(answer, TransportError)]
+        for answer in answers or found:
+            if isinstance(answer, BaseException):
+                raise answer
+        return [place for place, answer in zip(places, found, strict=True) if answer is True]
 
     async def _narrow(self, places: Sequence[WorkPlace], first: int) -> Sequence[WorkPlace]:
         """Those of the places that have work, found by asking about parts of the list."""
@@ -67,10 +83,12 @@ class ValkeyWakeups:
         )
         return (*found[0], *found[1])
 
-    async def _any_work(self, places: Sequence[WorkPlace]) -> bool:
+    async def _any_work(self, places: Sequence[WorkPlace], timeout: float | None = None) -> bool:
         indexes = ("eligible", "sigs", "reclaimable")
         names = [keys.lane(tag, lane_id, index) for lane_id, tag in places for index in indexes]
-        count: Any = await self._calls.transport.call("EXISTS", *names, key=names[0])
+        count: Any = await self._calls.transport.call(
+            "EXISTS", *names, key=names[0], timeout=timeout
+        )
         return count > 0
 
     async def ring_waiting(self, lanes: Mapping[str, Sequence[str]]) -> int:
@@ -205,6 +223,9 @@ class _Primary:
     tag: str
     """One of its partitions."""
     conn: Connection = field(init=False)
+    tags: list[str] = field(default_factory=list[str])
+    """Its partitions."""
+    registering: asyncio.Task[None] | None = None
     register_at: float = -math.inf
     """When to register there again."""
 
@@ -214,6 +235,8 @@ class _ClusterDoorbell(_Bells):
 
     A blocking pop cannot span slots, so rings come on channels: each partition has one for every
     listener, and one on which it calls all of them to register again.
+
+    A primary that is slow or away does not keep it from hearing the others.
     """
 
     sweep_width = 1
@@ -228,12 +251,20 @@ class _ClusterDoorbell(_Bells):
         self._woken = asyncio.Event()
         self._waiting = False
         self._moved = True
+        self._missing: set[str] = set()
+        """The partitions that it does not hear."""
+        self._joining: asyncio.Task[None] | None = None
+        self._join_at = -math.inf
+        self._gained = False
+        """Whether it hears partitions where it may have missed rings."""
+        self._fault: EngineError | None = None
+        """Why the last attempt to join a primary, or to register there, failed."""
         self._passing: set[asyncio.Task[None]] = set()
 
     @property
     def connected(self) -> bool:
         """Whether it has subscribed on every primary."""
-        return not self._moved and all(primary.conn.is_open for primary in self._primaries)
+        return not (self._moved or self._missing) and not any(map(self._lost, self._primaries))
 
     @property
     def listening(self) -> bool:
@@ -262,87 +293,150 @@ class _ClusterDoorbell(_Bells):
             self._rings.clear()
 
     async def _await_ring(self, until: float) -> None:
-        if not self.connected:
-            await self._subscribe()
-            # It may have missed rings: the caller looks for itself first.
-            until = -math.inf
         while True:
             self._woken.clear()
+            await self._join()
+            if self._gained:
+                # The caller looks for itself first.
+                self._gained, until = False, -math.inf
             await self._register()
             now = time.monotonic()
-            if self._rings or self._moved or now >= until:
+            if self._rings or self._moved or self._gained or now >= until:
                 return
             soonest = min(until, *(primary.register_at for primary in self._primaries))
+            if self._missing and self._joining is None:
+                soonest = min(soonest, self._join_at)
             with suppress(TimeoutError):
-                async with asyncio.timeout(soonest - now):
+                async with asyncio.timeout(max(0.0, soonest - now)):
                     await self._woken.wait()
+
+    def _lost(self, primary: _Primary) -> bool:
+        """Whether its connection ended, or another node has taken its place."""
+        # A node that hangs leaves its connection open when its replica takes over.
+        serving = self._calls.transport.peer_of(primary.tag)
+        return not primary.conn.is_open or serving not in (None, primary.conn.peer)
+
+    async def _join(self) -> None:
+        """Hear all partitions, or at least those of the primaries that can be reached."""
+        if self._moved:
+            await self._hang_up()
+            self._moved = False
+            self._missing = {f"{{fp:{n}}}" for n in range(self._calls.counts.flow)}
+            self._join_at = -math.inf
+        for primary in [each for each in self._primaries if self._lost(each)]:
+            self._primaries.remove(primary)
+            await primary.conn.aclose()
+            self._missing.update(primary.tags)
+        if not self._missing:
+            return
+        started = self._joining is None and time.monotonic() >= self._join_at
+        if started:
+            self._join_at = time.monotonic() + _RETRY_S
+            self._joining = asyncio.create_task(self._join_missing())
+            self._joining.add_done_callback(self._joined)
+        if self._joining is not None and (started or not self._primaries):
+            await asyncio.wait([self._joining], timeout=_SLOW_S if self._primaries else _FIND_S)
+        if not self._primaries or (self._fault is not None and is_permanent(self._fault)):
+            raise self._fault or TransportError("timeout", "no primary takes subscriptions")
+
+    def _joined(self, _: asyncio.Task[None]) -> None:
+        self._joining = None
+        self._woken.set()
+
+    async def _join_missing(self) -> None:
+        primaries: dict[str | None, list[str]] = {}
+        for tag in sorted(self._missing):
+            primaries.setdefault(self._calls.transport.peer_of(tag), []).append(tag)
+        await asyncio.gather(*map(self._try_to_subscribe, primaries.values()))
+
+    async def _try_to_subscribe(self, tags: list[str]) -> None:
+        try:
+            await self._subscribe_to(tags)
+            self._fault = None
+        except EngineError as error:
+            log.debug("cannot hear a primary: %s", error)
+            self._fault = error
 
     async def peek(self) -> list[WorkPlace]:
         return []
 
     async def _register(self) -> None:
         """Register where a ring has woken it since, until a ring is found that waited there."""
-        args = (self._listener, _LISTEN_S * 1000, self._offer.text, *sorted(self._lanes))
         for _ in range(len(self._primaries)):
             primary, now = self._primaries[0], time.monotonic()
             self._primaries.rotate(-1)
-            if self._rings or primary.register_at > now:
+            if self._rings or primary.register_at > now or primary.registering is not None:
                 continue
             # First: a ring may arrive before the reply does.
             primary.register_at = now + _LISTEN_S / 3
-            try:
-                ring = await self._calls.ask(
-                    *("ff_listen_here", primary.tag, args),
-                    lambda reply: [*map(text, reply[2:])],
-                    op="listen",
-                )
-            except BaseException:
-                primary.register_at = -math.inf
-                raise
+            primary.registering = asyncio.create_task(self._register_at(primary))
+            await asyncio.wait([primary.registering], timeout=_SLOW_S)
+            if self._fault is not None and not Outage.causes(self._fault):
+                self._fault, fault = None, self._fault
+                raise fault
+
+    async def _register_at(self, primary: _Primary) -> None:
+        args = (self._listener, _LISTEN_S * 1000, self._offer.text, *sorted(self._lanes))
+        try:
+            ring = await self._calls.ask(
+                *("ff_listen_here", primary.tag, args),
+                lambda reply: [*map(text, reply[2:])],
+                op="listen",
+            )
             if ring:
                 primary.register_at = -math.inf
                 self._ring(*ring)
-
-    async def _subscribe(self) -> None:
-        await self._hang_up()
-        self._moved = False
-        try:
-            await self._subscribe_to([f"{{fp:{n}}}" for n in range(self._calls.counts.flow)])
-        except BaseException:
-            self._moved = True
-            raise
+        except EngineError as error:
+            log.debug("cannot register as idle: %s", error)
+            primary.register_at = time.monotonic() + _RETRY_S
+            self._fault = error
+        finally:
+            primary.registering = None
+            self._woken.set()
 
     async def _subscribe_to(self, left: list[str]) -> None:
         transport = self._calls.transport
         refused = ""
         while left:
             primary = _Primary(left[0])
-            primary.conn = conn = await transport.blocking(
-                left[0], on_push=partial(self._hear, primary)
-            )
-            self._primaries.append(primary)
-            *outcomes, leads = await asyncio.gather(
-                *(conn.submit(("SSUBSCRIBE", keys.wake(tag))) for tag in left),
-                conn.submit(("EXISTS", left[0])),
-                return_exceptions=True,
-            )
-            # Another primary refuses the partitions that it does not hold.
-            failed = [isinstance(answer, BaseException) for answer in outcomes]
-            taken = [tag for tag, refusal in zip(left, failed, strict=True) if not refusal]
-            # A replica takes subscriptions, but those who wake listeners do not see them.
-            is_replica = isinstance(leads, RedirectError) and not leads.asking
-            if is_replica or not taken:
-                await self._primaries.pop().conn.aclose()
+            conn = await transport.blocking(left[0], on_push=partial(self._hear, primary))
+            primary.conn = conn
+            try:
+                taken = await self._subscribe_on(conn, left)
+            except BaseException:
+                await conn.aclose()
+                raise
+            if not taken:
+                await conn.aclose()
                 if refused == left[0]:
                     raise TransportError("cluster", f"no primary takes subscriptions for {refused}")
                 # The slot has moved: a call that is redirected learns where to.
                 refused = left[0]
                 await transport.call("EXISTS", refused, key=refused)
                 continue
-            primary.tag = taken[0]
-            own = (keys.own_wake(tag, self._listener) for tag in taken)
-            await asyncio.gather(*(conn.submit(("SSUBSCRIBE", channel)) for channel in own))
-            left = [tag for tag, refusal in zip(left, failed, strict=True) if refusal]
+            primary.tag, primary.tags = taken[0], taken
+            self._primaries.append(primary)
+            self._missing.difference_update(taken)
+            self._gained = True
+            self._woken.set()
+            left = [tag for tag in left if tag in self._missing]
+
+    async def _subscribe_on(self, conn: Connection, tags: list[str]) -> list[str]:
+        """Subscribe to the partitions that a primary holds; none if it is a replica."""
+        *outcomes, leads = await asyncio.gather(
+            *(conn.submit(("SSUBSCRIBE", keys.wake(tag))) for tag in tags),
+            conn.submit(("EXISTS", tags[0])),
+            return_exceptions=True,
+        )
+        # A replica takes subscriptions, but those who wake listeners do not see them.
+        if isinstance(leads, RedirectError) and not leads.asking:
+            return []
+        # Another primary refuses the partitions that it does not hold.
+        answers = zip(tags, outcomes, strict=True)
+        taken = [tag for tag, answer in answers if not isinstance(answer, BaseException)]
+        own = (keys.own_wake(tag, self._listener) for tag in taken)
+        await asyncio.gather(*(conn.submit(("SSUBSCRIBE", channel)) for channel in own))
+        return taken
 
     def _hear(self, primary: _Primary, push: list[Any]) -> None:
         if push[0] == b"sunsubscribe":
@@ -376,8 +470,17 @@ class _ClusterDoorbell(_Bells):
     async def _hang_up(self) -> None:
         self._moved = True
         primaries, self._primaries = self._primaries, deque()
+        tasks = [primary.registering for primary in primaries] + [self._joining]
         for primary in primaries:
             primary.conn.close()
+        under_way = [task for task in tasks if task is not None]
+        for task in under_way:
+            task.cancel()
+        if under_way:
+            await asyncio.wait(under_way)
+        # The attempt that was cancelled may have joined more.
+        primaries.extend(self._primaries)
+        self._primaries.clear()
         await asyncio.gather(*(primary.conn.aclose() for primary in primaries))
 
     async def aclose(self) -> None:
