@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _FIRST_PAUSE_S = 0.05
 _SLOW_S = 0.05
-"""After how long a claim no longer holds up those from other partitions."""
+"""After how long a claim no longer holds up those from the partitions of other servers."""
 _LAST_CLAIM_PAUSE_S = 5.0
 _LAST_LISTEN_PAUSE_S = 1.0
 _SWEPT_LANES = 2
@@ -46,6 +46,8 @@ class ClaimLoop(Generic[T]):
         self._batch = batch
         self._listen_s = listen_s
         self._doorbell = claims.backend.wakeups.listen(lane.lane_id for lane in claims.lanes)
+        # If all partitions are on one server, further claims would only add to what keeps it busy.
+        self._slow_s = _SLOW_S if self._doorbell.many_servers else None
         self._wake = asyncio.Event()
         self._stopped = asyncio.Event()
         self._rings_wanted = asyncio.Event()
@@ -120,7 +122,7 @@ class ClaimLoop(Generic[T]):
         self._away[place] = visit
         visit.add_done_callback(partial(self._returned, place))
         try:
-            done, _ = await asyncio.wait([visit], timeout=_SLOW_S)
+            done, _ = await asyncio.wait([visit], timeout=self._slow_s)
         except asyncio.CancelledError:
             visit.cancel()
             raise

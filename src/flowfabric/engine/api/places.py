@@ -160,6 +160,8 @@ class Doorbell(Protocol):
 
     sweep_width: int
     """How many partitions per lane to look at when it stays silent, so that idling is cheap."""
+    many_servers: bool
+    """Whether a partition may be out of reach while others are not."""
 
     def hear(self, offer: Offer) -> None:
         """From the next wait on, hear only the rings for work that a worker may take."""

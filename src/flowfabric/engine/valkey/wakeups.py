@@ -134,6 +134,7 @@ class _ServerDoorbell(_Bells):
     """
 
     sweep_width = 32
+    many_servers = False
 
     def __init__(self, calls: FunctionCalls, lanes: Iterable[str]) -> None:
         super().__init__(lanes)
@@ -240,6 +241,7 @@ class _ClusterDoorbell(_Bells):
     """
 
     sweep_width = 1
+    many_servers = True
 
     def __init__(self, wakeups: ValkeyWakeups, calls: FunctionCalls, lanes: Iterable[str]) -> None:
         super().__init__(lanes)
