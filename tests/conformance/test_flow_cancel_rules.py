@@ -243,9 +243,20 @@ async def test_repeats_find_what_a_cancelled_flow_has(engine: Engine) -> None:
         await refused(flows.extend_flow(flow.flow_id, new, more), "flow_already_terminal")
 
 
-async def test_a_held_flow_that_was_cancelled_is_not_released(engine: Engine) -> None:
+@pytest.mark.parametrize("policy", ["cancel_all", "cancel_pending"])
+async def test_a_held_flow_whose_members_end_is_not_released(engine: Engine, policy: Any) -> None:
     flows = engine.backend.flows
     held = await flows.submit_flow(msgspec.structs.replace(graph("a"), hold=True))
-    await flows.cancel_flow(held.flow_id, cancellation_policy="flow_only")
+    await flows.cancel_flow(held.flow_id, cancellation_policy=policy)
     async with untouched(engine):
         await refused(flows.release_flow(held.flow_id), "flow_already_terminal")
+
+
+async def test_a_held_flow_that_keeps_its_members_is_released(engine: Engine) -> None:
+    """`flow_only` stops nothing: its members would wait for good."""
+    flows = engine.backend.flows
+    held = await flows.submit_flow(msgspec.structs.replace(graph("a"), hold=True))
+    flow = TestFlow(engine, held)  # type: ignore[arg-type]
+    await cancel(flow, "flow_only")
+    assert await flows.release_flow(flow.flow_id) == Released(1)
+    assert await flow.claim() == ["a"]

@@ -39,11 +39,11 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         test_flow_cancel_rules.test_no_member_joins_a_cancelled_flow,
     ),
     (
-        "a held flow that was cancelled is not released",
+        "a held flow whose members end is not released",
         "functions/ff_release_flow.lua",
-        "if flow.is_cancelled(f) then return reply.err('flow_already_terminal') end",
+        "if flow.ends_members(f) then return reply.err('flow_already_terminal') end",
         "",
-        test_flow_cancel_rules.test_a_held_flow_that_was_cancelled_is_not_released,
+        test_flow_cancel_rules.test_a_held_flow_whose_members_end_is_not_released,
     ),
     (
         "the end before does not end the node that runs again",

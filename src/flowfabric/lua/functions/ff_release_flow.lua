@@ -7,7 +7,7 @@ register('ff_release_flow', function(keys, args)
   return reply.guarded(function()
     local f = flow.shown(c, flow_id)
     if not f.held_from then return reply.ok(0) end
-    if flow.is_cancelled(f) then return reply.err('flow_already_terminal') end
+    if flow.ends_members(f) then return reply.err('flow_already_terminal') end
     if f.hold then flow.clear(c, flow_id, 'hold') end
     if f.awaits_parent then return reply.ok(0) end
     local _, released = flow.release(c, flow_id)
