@@ -46,8 +46,6 @@ class ClaimLoop(Generic[T]):
         self._batch = batch
         self._listen_s = listen_s
         self._doorbell = claims.backend.wakeups.listen(lane.lane_id for lane in claims.lanes)
-        # If all partitions are on one server, further claims would only add to what keeps it busy.
-        self._slow_s = _SLOW_S if self._doorbell.many_servers else None
         self._wake = asyncio.Event()
         self._stopped = asyncio.Event()
         self._rings_wanted = asyncio.Event()
@@ -117,12 +115,16 @@ class ClaimLoop(Generic[T]):
 
     async def _visit(self, lane: LaneHints, tag: str) -> None:
         """Claim there, but let no partition whose server is slow or away hold up the others."""
+        if not self._doorbell.many_servers:
+            # Further claims would only add to what keeps the server busy.
+            await self._claim(lane, tag)
+            return
         place = lane.lane_id, tag
         visit = asyncio.create_task(self._claim(lane, tag))
         self._away[place] = visit
         visit.add_done_callback(partial(self._returned, place))
         try:
-            done, _ = await asyncio.wait([visit], timeout=self._slow_s)
+            done, _ = await asyncio.wait([visit], timeout=_SLOW_S)
         except asyncio.CancelledError:
             visit.cancel()
             raise
