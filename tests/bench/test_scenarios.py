@@ -134,7 +134,9 @@ async def test_idle():
     with Progress() as progress:
         report = await measure("idle", options, 1, progress)
     slower = {"submit_slowdown_pct", "submit_slowdown_same_lane_pct"}
-    assert set(report) == ABOUT | slower | {"commands_per_s", "commands_per_s_100", "submit_per_s"}
+    rates = {"commands_per_s", "commands_per_s_100", "submit_per_s"}
+    server = {"submit_server_us", "submit_server_us_same_lane"}
+    assert set(report) == ABOUT | slower | rates | server
     assert 0 < float(report["commands_per_s"]) < float(report["commands_per_s_100"])
     assert all(float(report[key]) < 100 for key in slower)
 

@@ -31,8 +31,9 @@ floor      The same state changes as raw batched calls, prepared in advance.
 latency    From submit to handler start and to result, on an idle worker.
 memory     Bytes per execution in each state, with a 200-byte payload.
 idle       Commands per second of 1 and of 100 idle workers. How much 100 idle
-           workers slow down a submitter: on another lane, and on its own lane
-           but unable to run its work. Compared with a server without workers.
+           workers slow down a submitter of n executions: on another lane, and
+           on its own lane but unable to run its work. Compared with the same
+           submitter right before they start and right after they stop.
 lanes      One worker runs n executions of one lane, then n of 100 lanes, then
            10 of each of 1,000 lanes. Commands per second of an idle worker
            with 100 lanes.

@@ -75,6 +75,8 @@ _MEANING = {
     "commands_per_s_100": ("100 idle workers", "commands/s"),
     "submit_slowdown_pct": ("submitter with 100 idle workers on another lane", "% slower"),
     "submit_slowdown_same_lane_pct": ("… on its lane that cannot run the work", "% slower"),
+    "submit_server_us": ("server CPU per submit, without workers", "µs"),
+    "submit_server_us_same_lane": ("… with 100 idle workers on its lane", "µs"),
     "one_lane_per_s": ("run on one lane", "/s"),
     "lanes_100_per_s": ("run on 100 lanes", "/s"),
     "of_one_lane": ("100 lanes / one lane", ""),

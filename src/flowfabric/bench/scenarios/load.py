@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from statistics import median
+from typing import NamedTuple
 
 from flowfabric.bench.arena import LANE, Arena, arena, timed
 from flowfabric.bench.report import Figures, percentile, percentiles
@@ -27,7 +28,8 @@ _SLICE = 16_384
 
 _OTHER_LANE = "elsewhere"
 _PROCESSES = 2
-_TURNS = 80
+_ROUNDS = 3
+_TURNS = 40
 _SUBMIT_WARM_UP = 50
 _SETTLE_S = 1.5
 
@@ -110,23 +112,63 @@ async def _claim_block(at: Arena) -> list[float]:
 async def idle(at: Arena) -> Figures:
     """Count the commands of one idle worker and of many, and what the many cost a submitter."""
     workers = at.options.workers
-    async with arena(at.options, at.progress) as empty:
-        async with _idle_workers(at, 1, LANE):
-            one = await commands_per_s(at)
-        async with _idle_workers(at, workers, _OTHER_LANE):
-            many = await commands_per_s(at)
-            _, elsewhere = await _submit_both(empty, at)
-        async with _idle_workers(at, workers, LANE):
-            _, same = await _submit_both(empty, at)
-        # Two servers are never equally fast, not even without workers.
-        rate, equal = await _submit_both(empty, at)
+    async with _idle_workers(at, 1, LANE):
+        one = await commands_per_s(at)
+    async with _idle_workers(at, workers, _OTHER_LANE):
+        many = await commands_per_s(at)
+    alone, beside = list[_Cost](), {_OTHER_LANE: list[_Cost](), LANE: list[_Cost]()}
+    async with BenchApp(at.url) as app:
+        await _submit_some(app, _SUBMIT_WARM_UP)
+        alone.append(await _submit_cost(at, app))
+        for _ in range(_ROUNDS):
+            for lane, costs in beside.items():
+                async with _idle_workers(at, workers, lane):
+                    costs.append(await _submit_cost(at, app))
+                alone.append(await _submit_cost(at, app))
+    elsewhere, same = beside.values()
     return {
         "commands_per_s": one,
         "commands_per_s_100": many,
-        "submit_per_s": rate,
-        "submit_slowdown_pct": 100 * (1 - elsewhere / equal),
-        "submit_slowdown_same_lane_pct": 100 * (1 - same / equal),
+        "submit_per_s": 1 / median(cost.wall_s for cost in alone),
+        "submit_slowdown_pct": _slowdown_pct(alone[0::2], elsewhere, alone[1::2]),
+        "submit_slowdown_same_lane_pct": _slowdown_pct(alone[1::2], same, alone[2::2]),
+        "submit_server_us": 1e6 * median(cost.server_s for cost in alone),
+        "submit_server_us_same_lane": 1e6 * median(cost.server_s for cost in same),
     }
+
+
+class _Cost(NamedTuple):
+    """What one submit takes: time, and processor time of the server."""
+
+    wall_s: float
+    server_s: float
+
+
+async def _submit_cost(at: Arena, app: BenchApp) -> _Cost:
+    """Submit `n` executions, one after the other, of a task that no worker can run.
+
+    The median turn counts, so that other load on the machine matters little.
+    """
+    at.progress.begin("idle: submit", _TURNS)
+    size = -(-at.options.n // _TURNS)
+    turns: list[_Cost] = []
+    for _ in range(_TURNS):
+        before = await at.server_cpu_s()
+        wall_s, _ = await timed(_submit_some(app, size))
+        turns.append(_Cost(wall_s / size, (await at.server_cpu_s() - before) / size))
+        at.progress.step()
+    return _Cost(median(turn.wall_s for turn in turns), median(turn.server_s for turn in turns))
+
+
+def _slowdown_pct(
+    before: Sequence[_Cost], crowded: Sequence[_Cost], after: Sequence[_Cost]
+) -> float:
+    """How much less is submitted per second beside a crowd than right before and after it."""
+    # The machine's own speed changes within a minute.
+    rounds = zip(before, crowded, after, strict=False)
+    return median(
+        100 * (1 - (first.wall_s + last.wall_s) / 2 / crowd.wall_s) for first, crowd, last in rounds
+    )
 
 
 @contextlib.asynccontextmanager
@@ -152,27 +194,6 @@ async def commands_per_s(at: Arena) -> float:
     after, end = (await at.backend.meta.usage()).commands, time.perf_counter()
     # One of them was ours: it read the first figure.
     return (after - before - 1) / (end - start)
-
-
-async def _submit_both(alone: Arena, crowded: Arena) -> tuple[float, float]:
-    """Submits per second on the first server, and the speed of the second compared with it.
-
-    One after the other, of a task that no worker can take. The two servers take turns, and the
-    median turn counts, so that other load on the machine matters little.
-    """
-    size = -(-alone.options.n // _TURNS)
-    turns: list[tuple[float, float]] = []
-    async with BenchApp(alone.url) as app, BenchApp(crowded.url) as beside:
-        await _submit_some(app, _SUBMIT_WARM_UP)
-        await _submit_some(beside, _SUBMIT_WARM_UP)
-        alone.progress.begin("idle: submit", _TURNS)
-        for _ in range(_TURNS):
-            without_s, _ = await timed(_submit_some(app, size))
-            beside_s, _ = await timed(_submit_some(beside, size))
-            turns.append((without_s, beside_s))
-            alone.progress.step()
-    rate = median(size / without_s for without_s, _ in turns)
-    return rate, median(without_s / beside_s for without_s, beside_s in turns)
 
 
 async def _submit_some(app: BenchApp, count: int) -> None:
