@@ -135,9 +135,14 @@ class Admitting(RuleBasedStateMachine):
     @rule(number=which)
     def cancel(self, number: int) -> None:
         run = self.some(number, "waiting", "held", "delayed")
-        if run is not None:
-            run.state = "cancelled"
-            self.ask(self.backend.executions.cancel_execution(run.execution_id))
+        if run is None:
+            return
+        was_held, run.state = run.state == "held", "cancelled"
+        self.ask(self.backend.executions.cancel_execution(run.execution_id))
+        if was_held:
+            # Its limits forget it: a delivery, which takes along what an earlier crash left.
+            self.ask(self.backend.drains.finish())
+            self.limits.give_back(list(self.limits.owed), self.now)
 
     @rule(number=which)
     def promote(self, number: int) -> None:
