@@ -300,7 +300,7 @@ class FlowModel:
         return "cancelled"
 
     def release(self) -> str:
-        if self.policy and self.held:
+        if self.held and self.ends_members:
             return "flow_already_terminal"
         self.held = False
         for member in self.members.values():
