@@ -103,7 +103,7 @@ UNFIT: list[tuple[str, list[Any], dict[str, Any], str]] = [
         "a, /, b=2",
         [],
         {"a": 3},
-        "'a' parameter is positional only|positional-only arguments .*: 'a'",
+        "'a' parameter is positional only|positional-only arguments?( .*)?: 'a'",
     ),
     ("a, /, b=2, *, c=3", [1], {"c": 5}, "takes 'c' by name only"),
 ]

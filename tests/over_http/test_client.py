@@ -25,6 +25,7 @@ from flowfabric.server.process import ServerProcess
 from flowfabric.valkey.address import parse_url
 from tests.support.engine import Engine
 from tests.support.http_engine import serving
+from tests.support.listening import listening
 from tests.support.server import TestServer
 from tests.support.suspension import SECRET
 
@@ -147,17 +148,13 @@ async def losing_answers(server: Address, count: int) -> AsyncGenerator[Address]
                     left -= 1
                     return
                 writer.write(answer)
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except asyncio.IncompleteReadError:
             pass
         finally:
-            writer.close()
             far_writer.close()
 
-    listening = await asyncio.start_server(carry, "127.0.0.1", 0)
-    try:
-        yield listening.sockets[0].getsockname()[:2]
-    finally:
-        listening.close()
+    async with listening(carry) as port:
+        yield "127.0.0.1", port
 
 
 async def test_a_lost_answer_repeats_nothing(backend: ValkeyBackend) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -25,6 +26,7 @@ from flowfabric.engine.connect import check_url
 from flowfabric.engine.http import link as links
 from flowfabric.engine.http.address import ServerAddress, parse_url
 from flowfabric.engine.http.link import HttpLink
+from tests.support.listening import listening
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -61,22 +63,15 @@ async def peer(script: Script, **options: Any) -> AsyncGenerator[HttpLink]:
     token = options.pop("token", None)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
+        with contextlib.suppress(asyncio.IncompleteReadError):
             await script(reader, writer)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    link = HttpLink(ServerAddress(host="127.0.0.1", port=port, token=token), **options)
-    try:
-        yield link
-    finally:
-        await link.aclose()
-        server.close()
-        await server.wait_closed()
+    async with listening(serve) as port:
+        link = HttpLink(ServerAddress(host="127.0.0.1", port=port, token=token), **options)
+        try:
+            yield link
+        finally:
+            await link.aclose()
 
 
 async def refusal(reply: bytes, token: str | None = None) -> EngineError:

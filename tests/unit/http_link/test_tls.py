@@ -11,6 +11,7 @@ import pytest
 from flowfabric.core.errors import ConfigError, TransportError
 from flowfabric.engine.http.address import parse_url
 from flowfabric.engine.http.link import HttpLink
+from tests.support.listening import listening
 from tests.unit.http_link.test_link import answer, request
 from tests.unit.valkey.test_tls import certificates, server_side
 
@@ -25,9 +26,8 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def test_the_certificate_is_checked(certificates: Path, server_side: ssl.SSLContext) -> None:
-    listening = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=server_side)
-    url = f"https://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-    try:
+    async with listening(serve, tls=server_side) as port:
+        url = f"https://127.0.0.1:{port}"
         trusted = parse_url(url, {"FF_TLS_CA": str(certificates / "ca.pem")})
         async with HttpLink(trusted) as link:
             assert await link.call("GET", "/v1/x") == 7
@@ -36,17 +36,14 @@ async def test_the_certificate_is_checked(certificates: Path, server_side: ssl.S
                 await link.call("GET", "/v1/x")
         assert caught.value.kind == "auth"
         assert "FF_TLS_CA" in caught.value.hint
-    finally:
-        listening.close()
 
 
 async def test_a_port_without_tls() -> None:
-    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
-    url = f"https://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-    async with HttpLink(parse_url(url), patient=False, connect_timeout_s=2) as link:
-        with pytest.raises(TransportError, match="does not use TLS, write http://"):
-            await link.call("GET", "/v1/x")
-    listening.close()
+    async with listening(serve) as port:
+        address = parse_url(f"https://127.0.0.1:{port}")
+        async with HttpLink(address, patient=False, connect_timeout_s=2) as link:
+            with pytest.raises(TransportError, match="does not use TLS, write http://"):
+                await link.call("GET", "/v1/x")
 
 
 def test_an_authority_that_cannot_be_read() -> None:

@@ -12,16 +12,21 @@ from flowfabric.valkey.embedded_guard import signal_server
 from tests.unit.valkey_embedded.support import User, wait_settled
 
 
+def files(root: Path, name: str) -> list[Path]:
+    """The files with this name; a link may lead nowhere."""
+    return [path for path in root.rglob(name) if path.exists()]
+
+
 @pytest.fixture
 def root() -> Generator[Path]:
     """A folder with a short path; whatever server was started below it must end with the test."""
     path = Path(tempfile.mkdtemp(prefix="ffe-"))
     yield path
     try:
-        for lock in path.rglob("guard.lock"):
+        for lock in files(path, "guard.lock"):
             wait_settled(lock.parent)
     finally:
-        for lock in path.rglob("server.lock"):
+        for lock in files(path, "server.lock"):
             with lock.open("r+b") as file:
                 signal_server(file.fileno(), signal.SIGKILL)
         shutil.rmtree(path)

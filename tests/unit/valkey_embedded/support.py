@@ -134,6 +134,13 @@ def is_alive(pid: int) -> bool:
     return False
 
 
+def script(path: Path, body: str = "exit 3") -> Path:
+    """An executable file that a shell runs."""
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o700)
+    return path
+
+
 def wait_until(condition: Callable[[], bool], seconds: float = 15) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

