@@ -234,3 +234,18 @@ async def test_a_result_that_does_not_fit_the_annotation(app: ff.Fabric) -> None
     assert words.startswith(f'measure {run.id.compact}: the stored result {{"level":"high"')
     assert "does not fit dict[str, int]: Expected `int`, got `str`" in words
     assert len(words) < 600
+
+
+def test_a_task_of_the_application_keeps_its_options_by_name() -> None:
+    """Its limits must not depend on how it is submitted."""
+    nowhere = ff.Fabric("valkey://127.0.0.1:1")
+
+    @nowhere.task(quota="maps", budgets=["team"], retry=3, lane="slow", capabilities={"gpu"})
+    def geocode(place: str) -> str:
+        return place
+
+    at = ExecutionId.parse("{fp:0}:00000000-0000-4000-8000-000000000001")
+    by_name = nowhere.named("geocode", priority=7).new_execution(at, b"[]")
+    assert by_name == geocode.options(priority=7).new_execution(at, b"[]")
+    with pytest.raises(ValidationError, match="is missing the argument 'place'"):
+        nowhere.named("geocode").encode((), {})

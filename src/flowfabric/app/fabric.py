@@ -90,10 +90,15 @@ class Fabric(AsyncClosing):
         return TaskDecorator(self)
 
     def named(self, name: str, **options: Unpack[SubmitOptions]) -> Task[..., Any]:
-        """A task that other programs define, by its name, with options for its submissions.
+        """A task by its name, with options for its submissions; other programs may define it.
+
+        If this application defines it, its own options apply, too.
 
         >>> run = await app.named("resize", priority=5).submit("cat.png", 300)
         """
+        own = self.tasks.get(name)
+        if own is not None:
+            return own.options(**options)
         return Task(self, shared_fields(name), options=options)
 
     async def client(self) -> Client:
