@@ -173,7 +173,9 @@ async def test_every_member_of_a_released_flow_can_run(engine: Engine) -> None:
     assert isinstance(outcome, Submitted)
     flow = TestFlow(engine, outcome)
     assert await flow.claim() == []
-    await engine.backend.flows.release_flow(flow.flow_id)
+    released = await engine.backend.flows.release_flow(flow.flow_id)
+    assert released.pending
+    assert 0 < released.eligible < 300
     async with asyncio.timeout(20):
         while len(flow.claims) < 300:
             await flow.claim()

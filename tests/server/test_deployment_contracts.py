@@ -129,8 +129,8 @@ async def test_whole_graphs(http: Http, engine: Engine) -> None:
     }
     expect(answer, 201, {"Extended": extended})
     expect(await http.post(f"{path}/extend", more), 200, {"AlreadyExtended": extended})
-    expect(await http.post(f"{path}/release"), 200, {"Released": {"eligible": 1}})
-    expect(await http.post(f"{path}/release"), 200, {"Released": {"eligible": 0}})
+    expect(await http.post(f"{path}/release"), 200, {"Released": {"eligible": 1, "pending": False}})
+    expect(await http.post(f"{path}/release"), 200, {"Released": {"eligible": 0, "pending": False}})
     flow = await submitted(engine, "a")
     group = f"/v1/flows/{flow.flow_id}/groups/{flow.nodes['a']}"
     policy = {"kind": "any_of", "on_satisfied": "let_run"}

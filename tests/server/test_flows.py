@@ -175,8 +175,10 @@ async def test_a_held_flow_is_extended_and_released(http: Http) -> None:
     assert (again.status, again.json) == (200, {"AlreadyExtended": extended.json["Extended"]})
     assert (await http.post(path, {})).kind == (400, "invalid_input")
     released = await http.post(f"/v1/flows/{flow_id}/release")
-    assert released.json == {"Released": {"eligible": 1}}
-    assert (await http.post(f"/v1/flows/{flow_id}/release")).json == {"Released": {"eligible": 0}}
+    assert released.json == {"Released": {"eligible": 1, "pending": False}}
+    assert (await http.post(f"/v1/flows/{flow_id}/release")).json == {
+        "Released": {"eligible": 0, "pending": False}
+    }
 
 
 async def test_group_policies(http: Http) -> None:

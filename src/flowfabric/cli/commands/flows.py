@@ -241,9 +241,15 @@ async def _release(target: Target, id_: options.FlowId) -> None:
         done = await backend.flows.release_flow(flow_id)
         flow = await backend.flows.describe_flow(flow_id, edge_groups=False)
     state: Cell = "released" if flow is None else flow_state(flow)
-    fields = {"flow_id": flow_id, "outcome": done.kind, "eligible": done.eligible}
+    fields = {
+        "flow_id": flow_id,
+        "outcome": done.kind,
+        "eligible": done.eligible,
+        "pending": done.pending,
+    }
     text = f"  {plural(done.eligible, 'member')} can run"
-    print_result(fields, f"{flow_id}  ", state, text, as_json=target.as_json)
+    more = "; the engine releases the rest in the background" if done.pending else ""
+    print_result(fields, f"{flow_id}  ", state, text, more, as_json=target.as_json)
 
 
 async def _delete(target: Target, id_: options.FlowId, *, yes: options.Yes = False) -> None:

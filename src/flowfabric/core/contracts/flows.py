@@ -205,9 +205,13 @@ class Spawned(NamedOutcome[Literal["spawned"]], frozen=True):
 
 
 class Released(NamedOutcome[Literal["released"]], frozen=True):
-    """The flow is no longer held; `eligible` members can run now."""
+    """The flow is no longer held; `eligible` members can run now.
+
+    If `pending`, the engine releases the others in the background.
+    """
 
     eligible: int
+    pending: bool = False
 
 
 class FlowCancelled(NamedOutcome[Literal["cancelled"]], frozen=True):

@@ -246,8 +246,8 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
     async def release_flow(self, flow_id: str) -> flows.Released:
         tag = self._tag(flow_id)
         reply = await self._calls.fcall("ff_release_flow", tag, (flow_id,), op="release_flow")
-        self._drains.note(tag, reply[3:])
-        return flows.Released(int(reply[2]))
+        self._drains.note(tag, reply[4:])
+        return flows.Released(int(reply[2]), pending=reply[3] == 1)
 
     async def add_execution_to_flow(
         self, flow_id: str, execution_id: ExecutionId

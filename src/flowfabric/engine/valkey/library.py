@@ -18,7 +18,7 @@ from flowfabric.core.errors import TransportError, UnavailableError
 from flowfabric.valkey.transport import Ask, Transport
 
 log = logging.getLogger(__name__)
-LIBRARY_VERSION = 44
+LIBRARY_VERSION = 45
 """Rises whenever a function's arguments, reply or the set of names change."""
 MIN_CLIENT = 42
 """The oldest library version whose callers this library still serves."""
