@@ -101,6 +101,9 @@ async def test_an_id_belongs_to_one_execution(engine: Engine) -> None:
     one, two = await engine.running(), await engine.running()
     assert await hold(budgets, one, budget_id, "r", a=1) == "reserved"
     await refused(budgets.reserve(two, budget_id, {"a": 1}, "r"), "invalid_input")
+    # The first answer would promise a hold that nobody has, and settling it would count nothing.
+    await budgets.settle(budget_id, "r")
+    await refused(budgets.reserve(two, budget_id, {"a": 1}, "r"), "invalid_input")
 
 
 async def test_what_settling_answers_afterwards(engine: Engine) -> None:
