@@ -148,6 +148,14 @@ async def test_what_is_held_counts_among_the_most_dimensions(engine: Engine) -> 
     assert await spend(budgets, budget_id, a=1) == "ok"
 
 
+async def test_a_dimension_that_is_used_and_held_counts_once(engine: Engine) -> None:
+    budgets, handle = engine.backend.budgets, await engine.running()
+    budget_id = await new_budget(engine.backend)
+    assert await spend(budgets, budget_id, **{f"d{n}": 1 for n in range(62)}) == "ok"
+    assert await hold(budgets, handle, budget_id, "used", d0=1, d1=1) == "reserved"
+    assert await hold(budgets, handle, budget_id, "new", a=1, b=1) == "reserved"
+
+
 async def test_what_exceeds_the_hold_counts_if_it_fits(engine: Engine) -> None:
     budgets, handle = engine.backend.budgets, await engine.running()
     budget_id = await new_budget(engine.backend, {"a": 100})

@@ -49,6 +49,5 @@ budgets.register_function('ff_budget_reserve', function(b, args)
   hold.expires_at = budgets.hold_end(hold, tonumber(args[6]))
   hold.answer = answer_to(b, args, spend, limits, usage, reserved, above)
   budgets.store_hold(b, hold)
-  budgets.set(b, 'last_updated_at', values.text(b.now))
   return hold.answer
 end, { 'allow-oom' })
