@@ -189,8 +189,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "one reset per due time",
         RESET_DUE,
-        "if due > b.now then",
-        "if false then",
+        "if due > b.now then return 'not_due' end",
+        "",
         scanners.test_parallel_scanners_reset_once,
     ),
     (

@@ -57,6 +57,15 @@ async def test_an_admission_without_a_claim_ends_by_itself(engine: Engine) -> No
     assert await slots(engine, policy) == 0
 
 
+async def test_what_is_owed_is_announced_by_the_call_that_owes_it(engine: Engine) -> None:
+    announced: list[Sequence[str]] = []
+    claim = await one_running(engine, await quota(engine, cap=1))
+    engine.backend.calls.on_returns = announced.append
+    await engine.backend.executions.complete(claim.handle)
+    await engine.create()
+    assert announced == [[claim.execution_id.tag]]
+
+
 async def test_between_claim_and_confirmation(engine: Engine) -> None:
     """The slot of a run whose confirmation was lost is confirmed by the reconciler."""
     policy = await quota(engine, cap=1)
