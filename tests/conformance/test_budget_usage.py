@@ -205,6 +205,8 @@ async def test_the_most_dimensions(engine: Engine) -> None:
     change = BudgetChange(hard_limits={"more": 1})
     error = await refused(budgets.update_budget_limits(budget_id, change), "invalid_input")
     assert "too_many_dimensions: limit=64, got=65" in str(error)
+    same = BudgetChange(hard_limits={"d0": 2}, soft_limits={"d1": 1})
+    assert await budgets.update_budget_limits(budget_id, same) == BudgetUpdated()
     too_many = many | {"more": 1}
     await refused(budgets.report_usage_admin(budget_id, too_many), "invalid_input")
 
