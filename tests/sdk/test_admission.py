@@ -204,6 +204,19 @@ async def test_an_unreadable_budget_stops_only_its_own_work(engine: Engine) -> N
         await claimed(engine)
 
 
+@pytest.mark.corrupts
+async def test_an_unreadable_quota_stops_only_its_own_work(engine: Engine) -> None:
+    damaged = await quota(engine, rate=1)
+    (key,) = await engine.backend.transport.call("KEYS", f"ff:quota:{{q:*}}:{damaged}")
+    await engine.backend.transport.call("HSET", key, "max_requests_per_window", "no number")
+    held = await limited(engine, quota=damaged, priority=5)
+    other = await limited(engine, quota=await quota(engine, rate=1))
+    assert await claimed(engine, 1) == [other]
+    state, reason, detail = await blocking(engine, held)
+    assert (state, reason) == ("rate_limited", "waiting_for_quota")
+    assert detail == f"quota policy {damaged} cannot be read: corruption"
+
+
 async def test_a_reclaim_needs_no_admission(engine: Engine) -> None:
     limit, policy = await budget(engine, 5), await quota(engine, cap=1)
     execution_id = await limited(engine, limit, quota=policy)
