@@ -219,8 +219,7 @@ async def test_when_to_look_again_at_a_quota(engine: Engine, jitter: int) -> Non
     await engine.freeze(at := await engine.now())
     policy = await quota(engine, rate=1)
     await engine.backend.quotas.update_quota_policy(policy, jitter_ms=jitter)
-    for _ in range(3):
-        await limited(engine, quota=policy)
+    ids = [await limited(engine, quota=policy) for _ in range(3)]
     assert len(await claimed(engine)) == 1
     look = engine.backend.admission.open_quota
     await engine.freeze(at + 20_000)
@@ -228,10 +227,25 @@ async def test_when_to_look_again_at_a_quota(engine: Engine, jitter: int) -> Non
     await engine.freeze(at + 60_000 + jitter)
     # One may start now, and has not yet.
     assert await look(policy) == 1000
+    states = [await engine.backend.reads.read_execution_state(each) for each in ids]
+    assert sorted(states) == ["active", "rate_limited", "waiting"]
     assert len(await claimed(engine)) == 1
     await engine.freeze(at + 120_000 + 2 * jitter)
     assert await look(policy) is None
     assert len(await claimed(engine)) == 1
+
+
+async def test_a_shorter_window_counts_for_those_with_a_later_time(engine: Engine) -> None:
+    policy, quotas = await quota(engine, rate=1, window=86_400), engine.backend.quotas
+    ids = [await limited(engine, quota=policy) for _ in range(2)]
+    started = await claimed(engine)
+    assert len(started) == 1
+    # As if the process that changed the policy had died.
+    quotas.on_quota_opened = None
+    await quotas.update_quota_policy(policy, window_seconds=1, jitter_ms=1)
+    await engine.advance(2000)
+    await engine.backend.admission.open_quota(policy)
+    assert {*started, *await claimed(engine)} == {*ids}
 
 
 async def test_a_grant_behind_many_that_are_held_back(engine: Engine) -> None:
