@@ -41,6 +41,12 @@ def add_restarted(app: ff.Fabric) -> None:
         await ctx.wait_for("review")
 
     @app.task
+    async def asked_inside(ctx: ff.Context) -> None:
+        async with ctx.usage("team", calls=1) as usage:
+            await ctx.wait_for("review")
+            usage.add(tokens=7)
+
+    @app.task
     async def impatient(ctx: ff.Context, how: str) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None) as limit:
@@ -89,6 +95,8 @@ async def app(waiting_app: ff.Fabric) -> AsyncIterator[ff.Fabric]:
         async with ctx.reserve("team", tokens=10) as hold:
             if how == "settle":
                 await hold.settle(tokens=4)
+            elif how == "overspend":
+                await hold.settle(tokens=40)
             elif how == "release":
                 await hold.release()
             elif how == "raise":
@@ -149,11 +157,16 @@ async def test_a_block_counts_its_time(app: ff.Fabric, serving: Client) -> None:
     await run(app, "timed")
     usage = (await serving.budget("team")).usage
     assert (usage["calls"], usage["tokens"]) == (1, 7)
-    assert "wall_ms" in usage
+    assert 0 <= usage["wall_ms"] < 10_000
 
 
 @pytest.mark.parametrize(
-    ("task", "spent"), [("reviewed", {"tokens": 600}), ("asked_again", {"calls": 1, "tokens": 7})]
+    ("task", "spent"),
+    [
+        ("reviewed", {"tokens": 600}),
+        ("asked_again", {"calls": 1, "tokens": 7}),
+        ("asked_inside", {"calls": 1, "tokens": 7}),
+    ],
 )
 async def test_a_handler_that_starts_again_reports_what_is_new(
     app: ff.Fabric, serving: Client, task: str, spent: dict[str, int]
@@ -188,6 +201,33 @@ async def test_what_a_hold_becomes(
     status = await serving.budget("team")
     assert status.usage == ({} if spent is None else {"tokens": spent})
     assert status.reserved == {}
+
+
+async def test_what_exceeds_a_hold_and_the_limit_fails_the_execution(
+    app: ff.Fabric, serving: Client
+) -> None:
+    await serving.create_budget("team", {"tokens": 20})
+    with pytest.raises(ff.ExecutionFailed) as caught:
+        await run(app, "held_while", "overspend")
+    assert caught.value.category == "budget_exceeded"
+    status = await serving.budget("team")
+    assert (status.usage, status.reserved) == ({"tokens": 10}, {})
+
+
+async def test_a_wait_inside_a_hold_gives_it_back(app: ff.Fabric, serving: Client) -> None:
+    await serving.create_budget("team", {"tokens": 10})
+    waiting = await app.submit("held_while", "wait")
+    await waiting.wait_until_suspended(timeout=10)
+
+    async def is_free() -> bool:
+        return (await serving.budget("team")).reserved == {}
+
+    await until(is_free)
+    assert (await serving.budget("team")).usage == {}
+    await serving.resume(waiting.id)
+    await waiting.result(timeout=10)
+    status = await serving.budget("team")
+    assert (status.usage, status.reserved) == ({"tokens": 10}, {})
 
 
 @pytest.mark.parametrize("how", ["hold", "report"])

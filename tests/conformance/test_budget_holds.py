@@ -101,6 +101,9 @@ async def test_an_id_belongs_to_one_execution(engine: Engine) -> None:
     one, two = await engine.running(), await engine.running()
     assert await hold(budgets, one, budget_id, "r", a=1) == "reserved"
     await refused(budgets.reserve(two, budget_id, {"a": 1}, "r"), "invalid_input")
+    # The first answer would promise a hold that nobody has, and settling it would count nothing.
+    await budgets.settle(budget_id, "r")
+    await refused(budgets.reserve(two, budget_id, {"a": 1}, "r"), "invalid_input")
 
 
 async def test_what_settling_answers_afterwards(engine: Engine) -> None:
@@ -143,6 +146,14 @@ async def test_what_is_held_counts_among_the_most_dimensions(engine: Engine) -> 
     assert (await used(budgets, budget_id))["a"] == 2
     await refused(budgets.report_usage_admin(budget_id, {"b": 1}), "invalid_input")
     assert await spend(budgets, budget_id, a=1) == "ok"
+
+
+async def test_a_dimension_that_is_used_and_held_counts_once(engine: Engine) -> None:
+    budgets, handle = engine.backend.budgets, await engine.running()
+    budget_id = await new_budget(engine.backend)
+    assert await spend(budgets, budget_id, **{f"d{n}": 1 for n in range(62)}) == "ok"
+    assert await hold(budgets, handle, budget_id, "used", d0=1, d1=1) == "reserved"
+    assert await hold(budgets, handle, budget_id, "new", a=1, b=1) == "reserved"
 
 
 async def test_what_exceeds_the_hold_counts_if_it_fits(engine: Engine) -> None:

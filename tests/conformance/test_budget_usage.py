@@ -158,6 +158,8 @@ async def test_a_budget_that_warns_never_refuses(engine: Engine) -> None:
     status = await budgets.get_budget_status(budget_id)
     assert (status.usage, status.breach_count, status.soft_breach_count) == ({"a": 15}, 1, 0)
     assert await budgets.exhausted([budget_id]) == {budget_id: None}
+    assert (await budgets.report_usage_admin(budget_id, {"a": MAX - 15})).kind == "soft_breach"
+    assert (await budgets.report_usage_admin(budget_id, {"a": 1})).kind == "hard_breach"
 
 
 @pytest.mark.parametrize("action", ["fail", "suspend", "reject", "page-someone"])
@@ -203,6 +205,8 @@ async def test_the_most_dimensions(engine: Engine) -> None:
     change = BudgetChange(hard_limits={"more": 1})
     error = await refused(budgets.update_budget_limits(budget_id, change), "invalid_input")
     assert "too_many_dimensions: limit=64, got=65" in str(error)
+    same = BudgetChange(hard_limits={"d0": 2}, soft_limits={"d1": 1})
+    assert await budgets.update_budget_limits(budget_id, same) == BudgetUpdated()
     too_many = many | {"more": 1}
     await refused(budgets.report_usage_admin(budget_id, too_many), "invalid_input")
 
@@ -375,7 +379,7 @@ async def test_parallel_reports_never_overshoot(engine: Engine) -> None:
 async def test_exhausted_compares_usage_with_hard_limits(engine: Engine) -> None:
     budgets = engine.backend.budgets
     full = await new_budget(engine.backend, {"b": 5, "a": 5, "free": 0})
-    free = await new_budget(engine.backend, {"a": 5}, {"a": 1})
+    free = await new_budget(engine.backend, {"a": 5}, {"a": 1, "soft": 1})
     await spend(budgets, full, a=5, b=5)
     await spend(budgets, free, a=4)
     found = await budgets.exhausted([full, free, "nonsense"])

@@ -96,6 +96,8 @@ async def test_an_update_changes_only_what_is_given(engine: Engine) -> None:
     name = await policy(engine, **LIMITS)
     for field, before in LIMITS.items():
         await quotas.update_quota_policy(name, **{field: 5})
+        # Once more, which changes nothing.
+        await quotas.update_quota_policy(name, **{field: 5})
         changed = await quotas.read_quota_policy_limits(name)
         assert changed == QuotaLimits(**(LIMITS | {field: 5}))
         await quotas.update_quota_policy(name, **{field: before})

@@ -25,7 +25,7 @@ class BudgetModel:
     strict: bool
     usage: Amounts = field(default_factory=dict[str, int])
     holds: dict[str, Hold] = field(default_factory=dict[str, Hold])
-    ended: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    ended: dict[str, tuple[str, Hold]] = field(default_factory=dict[str, tuple[str, Hold]])
     ledgers: dict[int, Amounts] = field(default_factory=dict[int, Amounts])
     marks: set[str] = field(default_factory=set[str])
     breaches: int = 0
@@ -82,11 +82,9 @@ class BudgetModel:
         return "released"
 
     def reserve(self, name: str, owner: int, amounts: Amounts) -> str:
-        if name in self.holds:
-            hold = self.holds[name]
-            return hold.answer if hold.owner == owner else "invalid_input"
-        if name in self.ended:
-            return self.ended[name][1]
+        before = self.holds.get(name) or self.ended.get(name, ("", None))[1]
+        if before is not None:
+            return before.answer if before.owner == owner else "invalid_input"
         above = self._above(amounts, self.reserved)
         if above and self.strict:
             self.breaches += 1
@@ -107,9 +105,9 @@ class BudgetModel:
     def settle(self, name: str, actual: Amounts) -> str:
         hold = self.holds.pop(name, None)
         if hold is None:
-            ended = self.ended.get(name, ("", ""))[0]
+            ended = self.ended.get(name, ("", None))[0]
             return "already_applied" if ended == "settled" else "reservation_not_found"
-        self.ended[name] = ("settled", hold.answer)
+        self.ended[name] = ("settled", hold)
         whole = {**hold.amounts, **actual}
         covered = {each: min(a, hold.amounts.get(each, 0)) for each, a in whole.items()}
         excess = {each: a - covered[each] for each, a in whole.items() if a > covered[each]}
@@ -126,7 +124,7 @@ class BudgetModel:
         hold = self.holds.pop(name, None)
         if hold is None:
             return "noop"
-        self.ended[name] = ("released", hold.answer)
+        self.ended[name] = ("released", hold)
         return "released"
 
     def give_back(self, owner: int) -> int:

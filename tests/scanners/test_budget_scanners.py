@@ -277,6 +277,21 @@ async def test_a_pass_that_runs_out_of_time_continues_where_it_stopped(
     assert await held(budgets, ids[0]) == {}
 
 
+async def test_a_thorough_pass_starts_over(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowfabric.scanners.budget_jobs._LOOKED_UP", 2)
+    budget_id = await new_budget(engine.backend)
+    await lost_holds(engine, budget_id, 8)
+    reconciler = BudgetReconciler(engine.backend, HOUR)
+    while await held(engine.backend.budgets, budget_id) == {"a": 8}:
+        cycle = Impatient(engine.backend, {})
+        cycle.checks = 2
+        await reconciler.scan(cycle)
+    # Some of them are where the last pass has already been.
+    await lost_holds(engine, budget_id, 20)
+    await reconciler.scan(Cycle(engine.backend, {}, thorough=True))
+    assert await held(engine.backend.budgets, budget_id) == {}
+
+
 async def test_ledgers_continue_where_the_last_pass_stopped(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

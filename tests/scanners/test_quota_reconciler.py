@@ -165,6 +165,7 @@ async def test_a_policy_without_a_definition_leaves_the_index(engine: Engine) ->
     assert [row.quota_policy_id for row in rows] == [kept]
     for key in (lua_keys.quota_window, lua_keys.quota_guards, keys.quota_slots, keys.quota_blocked):
         assert await stored(engine, key(place, name)) == 0
+    assert await scan(engine) == ScanResult()
 
 
 @pytest.mark.corrupts

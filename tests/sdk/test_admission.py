@@ -11,7 +11,7 @@ import pytest
 from flowfabric.core.contracts.budgets import BudgetChange
 from flowfabric.core.contracts.flows import FlowGraph, GraphEdge, GraphNode, Submitted
 from flowfabric.core.contracts.leases import Claim
-from flowfabric.core.errors import CorruptionError
+from flowfabric.core.errors import CorruptionError, ValidationError
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.partition import budget_partition
 from flowfabric.core.policy import ExecutionPolicy
@@ -204,6 +204,19 @@ async def test_an_unreadable_budget_stops_only_its_own_work(engine: Engine) -> N
         await claimed(engine)
 
 
+@pytest.mark.corrupts
+async def test_an_unreadable_quota_stops_only_its_own_work(engine: Engine) -> None:
+    damaged = await quota(engine, rate=1)
+    (key,) = await engine.backend.transport.call("KEYS", f"ff:quota:{{q:*}}:{damaged}")
+    await engine.backend.transport.call("HSET", key, "max_requests_per_window", "no number")
+    held = await limited(engine, quota=damaged, priority=5)
+    other = await limited(engine, quota=await quota(engine, rate=1))
+    assert await claimed(engine, 1) == [other]
+    state, reason, detail = await blocking(engine, held)
+    assert (state, reason) == ("rate_limited", "waiting_for_quota")
+    assert detail == f"quota policy {damaged} cannot be read: corruption"
+
+
 async def test_a_reclaim_needs_no_admission(engine: Engine) -> None:
     limit, policy = await budget(engine, 5), await quota(engine, cap=1)
     execution_id = await limited(engine, limit, quota=policy)
@@ -279,6 +292,27 @@ async def test_an_admission_is_undone_when_the_claim_is_refused(engine: Engine) 
     )
     assert outcome.claims == []
     assert admissions.counts.rolled_back == 1
+    status = await engine.backend.quotas.get_quota_status(policy)
+    assert (status.window_count, status.slots_held) == (0, 0)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_what_is_admitted_keeps_its_order(engine: Engine, count: int) -> None:
+    policies = [None, *[await quota(engine, cap=9) for _ in range(count)]]
+    some = [policies[n % len(policies)] for n in range(9, 0, -1)]
+    ids = [await limited(engine, await budget(engine), quota=policy) for policy in some]
+    candidates = sorted(await needing(engine), key=lambda each: ids.index(each.execution_id))
+    decision = await Admissions(engine.backend).decide(candidates, slot_ttl_ms=5000)
+    assert [each.execution_id for each in decision.admitted] == ids
+
+
+async def test_an_admission_is_undone_when_the_claim_fails(engine: Engine) -> None:
+    policy = await quota(engine, rate=5, cap=5)
+    await limited(engine, quota=policy)
+    admissions = Admissions(engine.backend)
+    outcome = await admissions.claim(engine.want(), "{fp:999}", await needing(engine), new_uuid())
+    assert isinstance(outcome.fault, ValidationError)
+    assert (outcome.claims, outcome.unanswered) == ([], False)
     status = await engine.backend.quotas.get_quota_status(policy)
     assert (status.window_count, status.slots_held) == (0, 0)
 

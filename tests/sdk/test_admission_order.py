@@ -11,7 +11,7 @@ from flowfabric.core.contracts.leases import Candidate, ClaimGrant
 from flowfabric.core.contracts.quotas import Admitted, AlreadyAdmitted, RateExceeded
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.state import PublicState
-from flowfabric.engine.api.admission import FOR_BUDGET, Block
+from flowfabric.engine.api.admission import FOR_BUDGET, FOR_QUOTA, Block
 from flowfabric.scheduler.grants import WorkerGrants
 from tests.support.admission import budget, claimed, limited, quota, slots
 from tests.support.engine import LANE, Engine
@@ -202,6 +202,50 @@ async def test_a_budget_that_opened_before_its_block_was_noted(engine: Engine) -
     )
     assert await engine.backend.admission.block_many(execution_id.tag, [block]) == [None]
     assert await claimed(engine) == [execution_id]
+
+
+async def test_a_quota_that_opened_before_its_block_was_noted(engine: Engine) -> None:
+    open_now = await quota(engine, cap=1)
+    execution_id = await limited(engine, quota=open_now)
+    block = Block(
+        execution_id=execution_id, reason=FOR_QUOTA, detail="too late", waits_for=open_now
+    )
+    assert await engine.backend.admission.block_many(execution_id.tag, [block]) == [None]
+    assert await claimed(engine) == [execution_id]
+
+
+@pytest.mark.parametrize("jitter", [0, 1])
+async def test_when_to_look_again_at_a_quota(engine: Engine, jitter: int) -> None:
+    await engine.freeze(at := await engine.now())
+    policy = await quota(engine, rate=1)
+    await engine.backend.quotas.update_quota_policy(policy, jitter_ms=jitter)
+    ids = [await limited(engine, quota=policy) for _ in range(3)]
+    assert len(await claimed(engine)) == 1
+    look = engine.backend.admission.open_quota
+    await engine.freeze(at + 20_000)
+    assert await look(policy) == 40_000
+    await engine.freeze(at + 60_000 + jitter)
+    # One may start now, and has not yet.
+    assert await look(policy) == 1000
+    states = [await engine.backend.reads.read_execution_state(each) for each in ids]
+    assert sorted(states) == ["active", "rate_limited", "waiting"]
+    assert len(await claimed(engine)) == 1
+    await engine.freeze(at + 120_000 + 2 * jitter)
+    assert await look(policy) is None
+    assert len(await claimed(engine)) == 1
+
+
+async def test_a_shorter_window_counts_for_those_with_a_later_time(engine: Engine) -> None:
+    policy, quotas = await quota(engine, rate=1, window=86_400), engine.backend.quotas
+    ids = [await limited(engine, quota=policy) for _ in range(2)]
+    started = await claimed(engine)
+    assert len(started) == 1
+    # As if the process that changed the policy had died.
+    quotas.on_quota_opened = None
+    await quotas.update_quota_policy(policy, window_seconds=1, jitter_ms=1)
+    await engine.advance(2000)
+    await engine.backend.admission.open_quota(policy)
+    assert {*started, *await claimed(engine)} == {*ids}
 
 
 async def test_a_grant_behind_many_that_are_held_back(engine: Engine) -> None:

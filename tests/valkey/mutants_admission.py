@@ -7,6 +7,7 @@ from tests.sdk import test_admission, test_grant_admission
 from tests.valkey import test_admission_crashes as crashes
 from tests.valkey import test_admission_notes as notes
 from tests.valkey import test_blocking as stored
+from tests.valkey import test_exec_doorbell as doorbell
 from tests.valkey import test_slot_runs as runs
 from tests.valkey.mutants import Scenario
 
@@ -74,6 +75,13 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "local f = flow.that_ends(c, rec, flow.resumes(c, rec))\n",
         "local f\n",
         stored.test_a_blocked_member_ends_with_its_flow,
+    ),
+    (
+        "rings for what it lets go",
+        ADMISSION,
+        "  waiting.enter(c, id, rec)\n  waiting.ring(c, rec)\n",
+        "  waiting.enter(c, id, rec)\n",
+        doorbell.test_unblocking,
     ),
     (
         "claims what needs admission",

@@ -40,6 +40,13 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         usage.test_exhausted_compares_usage_with_hard_limits,
     ),
     (
+        "a dimension without a hard limit closes nothing",
+        BUDGETS,
+        "limit > NO_LIMIT and string.match",
+        "string.match",
+        usage.test_exhausted_compares_usage_with_hard_limits,
+    ),
+    (
         "budgets that warn",
         BUDGETS,
         "return name and (b.strict or",
@@ -73,6 +80,13 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "if not usage[name] then count = count + 1 end",
         "",
         holds.test_what_is_held_counts_among_the_most_dimensions,
+    ),
+    (
+        "a dimension that is used and held counts once",
+        BUDGETS,
+        "if not usage[name] then count = count + 1 end",
+        "count = count + 1",
+        holds.test_a_dimension_that_is_used_and_held_counts_once,
     ),
     (
         "a key counts once",
@@ -175,8 +189,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "one reset per due time",
         RESET_DUE,
-        "if due > b.now then",
-        "if false then",
+        "if due > b.now then return 'not_due' end",
+        "",
         scanners.test_parallel_scanners_reset_once,
     ),
     (

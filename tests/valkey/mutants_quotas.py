@@ -126,6 +126,13 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         frozen(admission.test_a_rollback_frees_both),
     ),
     (
+        "a rollback removes its guard",
+        QUOTA,
+        "  values.call('HDEL', q.guards, own)\n",
+        "",
+        runs.test_a_rollback_keeps_a_start_that_happened,
+    ),
+    (
         "a rollback leaves a start that happened",
         QUOTA,
         "if guard.before and guard.before > q.edge then",
@@ -289,7 +296,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "slots of a policy without a cap",
         QUOTA,
-        "if q.cap == 0 or #ids == 0 then return end",
+        "if q.cap == 0 then return end",
         "",
         frozen(admission.test_a_policy_without_a_cap_keeps_no_slots),
     ),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from flowfabric.core.contracts.leases import Claim
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.partition import quota_partition
@@ -55,6 +57,30 @@ async def test_an_admission_without_a_claim_ends_by_itself(engine: Engine) -> No
     await Admissions(engine.backend).decide(await needing(engine), slot_ttl_ms=5000)
     await engine.advance(6000)
     assert await slots(engine, policy) == 0
+
+
+@pytest.mark.corrupts
+async def test_what_cannot_be_given_back_stays_owed(engine: Engine) -> None:
+    policy = await quota(engine, cap=1)
+    claim, tag = await one_running(engine, policy), engine.new_id().tag
+    place = f"{{q:{quota_partition(policy, engine.backend.counts)}}}"
+    limit = (keys.quota(place, policy), "active_concurrency_cap")
+    await engine.backend.transport.call("HSET", *limit, "no number")
+    await engine.backend.executions.complete(claim.handle)
+    await engine.backend.drains.finish()
+    assert await owed(engine, tag) == 1
+    await engine.backend.transport.call("HSET", *limit, "1")
+    await engine.backend.admission.deliver_returns(tag)
+    assert (await owed(engine, tag), await slots(engine, policy)) == (0, 0)
+
+
+async def test_what_is_owed_is_announced_by_the_call_that_owes_it(engine: Engine) -> None:
+    announced: list[Sequence[str]] = []
+    claim = await one_running(engine, await quota(engine, cap=1))
+    engine.backend.calls.on_returns = announced.append
+    await engine.backend.executions.complete(claim.handle)
+    await engine.create()
+    assert announced == [[claim.execution_id.tag]]
 
 
 async def test_between_claim_and_confirmation(engine: Engine) -> None:

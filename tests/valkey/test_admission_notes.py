@@ -94,6 +94,20 @@ async def test_who_is_blocked_again_during_an_opening_stays_noted_at_the_policy(
     assert (await backend.quotas.blocked(policy)).entries == (waiting,)
 
 
+async def test_who_the_scanner_lets_go_is_forgotten(engine: Engine) -> None:
+    budgets, budget_id = engine.backend.budgets, await budget(engine, 1, spent=1)
+    waiting = await limited(engine, await budget(engine), budget_id)
+    assert await claimed(engine) == []
+    assert await budgets.blocked(budget_id) == [waiting]
+    # As if the process that reset the budget had died.
+    budgets.on_budget_opened = None
+    await budgets.reset_budget(budget_id)
+    assert await state(engine, waiting) is PublicState.RATE_LIMITED
+    await idle(engine).scan_once("unblock")
+    assert await state(engine, waiting) is PublicState.WAITING
+    assert await budgets.blocked(budget_id) == []
+
+
 async def test_who_was_blocked_but_not_noted_is_noted_by_the_scanner(engine: Engine) -> None:
     """As if the process that blocked it had died before the note."""
     budgets, other = engine.backend.budgets, await budget(engine)

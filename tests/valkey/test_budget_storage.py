@@ -37,6 +37,14 @@ async def test_the_mark_carries_the_tag_and_the_budget(engine: Engine) -> None:
     assert 80_000 < life <= 90_000
 
 
+async def test_a_budget_that_no_longer_recurs_leaves_the_schedule(engine: Engine) -> None:
+    budget_id = await new_budget(engine.backend, reset_interval_ms=1000)
+    schedule = keys.index(tag_of(engine, budget_id), "budget_resets")
+    assert await engine.backend.transport.call("ZCARD", schedule) == 1
+    await engine.backend.budgets.update_budget_limits(budget_id, BudgetChange(reset_interval_ms=0))
+    assert await engine.backend.transport.call("ZCARD", schedule) == 0
+
+
 async def test_a_mark_lives_for_a_day(engine: Engine) -> None:
     budgets, call = engine.backend.budgets, engine.backend.transport.call
     budget_id = await new_budget(engine.backend)

@@ -166,6 +166,12 @@ async def _raw_create(engine: Engine, policy: str) -> Any:
             )
         ),
         ('{"budget_ids": 7}', b"invalid_policy_json", b"budget_ids: must be a list"),
+        ('{"budget_ids": ["x"]}', b"invalid_policy_json", b"budget_ids[0]: is not a UUID"),
+        (
+            f'{{"budget_ids": {[7] * 17}}}',
+            b"invalid_policy_json",
+            b"budget_ids: must hold at most 16",
+        ),
         ('{"quota_policy_id": 7}', b"invalid_policy_json", b"quota_policy_id: is not a UUID"),
         ('{"routing_requirements": 1}', b"invalid_policy_json", b"routing_requirements:not_object"),
         *(

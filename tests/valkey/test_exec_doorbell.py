@@ -75,6 +75,14 @@ async def test_replay(engine: Engine) -> None:
     assert await rung(engine) == [case.execution_id.partition]
 
 
+async def test_unblocking(engine: Engine) -> None:
+    execution_id = await engine.create()
+    await engine.backend.claims.block_execution_for_admission(execution_id, "waiting_for_quota")
+    await rung(engine)
+    await engine.backend.claims.unblock_execution(execution_id)
+    assert await rung(engine) == [execution_id.partition]
+
+
 async def test_silence(engine: Engine) -> None:
     handle = await engine.running(policy={"retry_policy": {}})
     await rung(engine)

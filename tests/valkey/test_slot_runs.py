@@ -177,6 +177,8 @@ async def test_a_rollback_keeps_a_start_that_happened(engine: Engine) -> None:
     for _ in range(2):
         await limited(engine, quota=policy, lane=OTHER)
     assert len(await claimed(engine, lane=OTHER)) == 1
+    # Its next try is a new start, which needs a place in the window.
+    assert await claimed(engine) == []
 
 
 async def test_a_rollback_restores_no_start_that_left_the_window(engine: Engine) -> None:

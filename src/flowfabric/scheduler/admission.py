@@ -124,7 +124,7 @@ class Admissions:
                 for policy, asking in by_policy.items()
             )
         )
-        if len(by_policy) > 1:
+        if by_policy:
             place = {each.execution_id: n for n, each in enumerate(candidates)}
             decision.admitted.sort(key=lambda each: place[each.execution_id])
         self.counts.admitted += len(decision.admitted)

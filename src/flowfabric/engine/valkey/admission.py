@@ -207,8 +207,7 @@ class ValkeyAdmission(AdmissionControl):
             if (await self._budgets.exhausted([budget_id]))[budget_id] is not None:
                 break
             # Before the release: whoever holds one of them back again afterwards notes it anew.
-            if not await self._budgets.forget_blocked(budget_id, page):
-                break
+            await self._budgets.forget_blocked(budget_id, page)
             released += await self._release(page, FOR_BUDGET)
         return released
 

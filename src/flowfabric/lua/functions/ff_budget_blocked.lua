@@ -5,7 +5,6 @@
 local function note(tag, args)
   local id, adds = args[1], args[2] == 'add'
   local key, count, b = K.budget_part(tag, id, 'blocked'), 0, adds and budgets.read(tag, id)
-  if adds and not b then return reply.ok(0) end
   for i = 3, #args do
     count = count + (b and server.call('ZADD', key, 'NX', values.text(b.now), args[i])
       or server.call('ZREM', key, args[i]))

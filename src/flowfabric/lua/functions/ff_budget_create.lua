@@ -40,7 +40,7 @@ budgets.register_once('ff_budget_create', function(tag, id, args)
   local now = clock.now()
   local b = { tag = tag, id = id, key = K.budget(tag, id), now = now }
   local fields = { 'budget_id', id, 'incarnation', args[2], 'breach_count', '0',
-    'soft_breach_count', '0', 'created_at', values.text(now), 'last_updated_at', values.text(now) }
+    'soft_breach_count', '0', 'created_at', values.text(now) }
   for name, value in pairs(settings_of(args)) do values.add(fields, name, value) end
   budgets.set(b, unpack(fields))
   if #limits > 0 then server.call('HSET', budgets.part(b, 'limits'), unpack(limits)) end

@@ -17,7 +17,6 @@ end
 
 local function mark(b)
   if budgets.number(b, 'reset_interval_ms') > 0 then return 'skipped' end
-  if server.call('EXISTS', budgets.part(b, 'limits')) == 0 then return 'skipped' end
   local above = is_above(b)
   if above == (b.def.breached_at ~= nil) then return 'unchanged' end
   if above then

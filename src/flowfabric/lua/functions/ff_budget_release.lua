@@ -17,6 +17,5 @@ budgets.register_function('ff_budget_release', function(b, args)
   server.call('ZREM', budgets.part(b, 'by_exec:index'), args[3])
   if #args_of_usage == 0 then return reply.ok('noop') end
   server.call('HSET', budgets.part(b, 'usage'), unpack(args_of_usage))
-  budgets.set(b, 'last_updated_at', values.text(b.now))
   return reply.ok('released')
 end, { 'allow-oom' })

@@ -28,11 +28,10 @@ end
 
 budgets.register_function('ff_budget_reserve', function(b, args)
   local id, execution_id, ttl = args[3], args[4], tonumber(args[7])
-  local before = budgets.hold(b, id)
+  local before = budgets.hold(b, id) or budgets.ended_hold(b, id)
   if before and before.execution_id ~= execution_id then
     return reply.err('invalid_input', 'reservation_id: belongs to another execution')
   end
-  before = before or budgets.ended_hold(b, id)
   if before then return before.answer end
   local spend, limits, usage = budgets.spend(args, FIRST), budgets.limits(b), budgets.usage(b)
   local reserved = budgets.reserved(b)
@@ -50,6 +49,5 @@ budgets.register_function('ff_budget_reserve', function(b, args)
   hold.expires_at = budgets.hold_end(hold, tonumber(args[6]))
   hold.answer = answer_to(b, args, spend, limits, usage, reserved, above)
   budgets.store_hold(b, hold)
-  budgets.set(b, 'last_updated_at', values.text(b.now))
   return hold.answer
 end, { 'allow-oom' })

@@ -9,10 +9,7 @@ local function reset(tag, id)
     server.call('ZREM', K.index(tag, 'budget_resets'), id)
     return 'removed'
   end
-  if due > b.now then
-    server.call('ZADD', K.index(tag, 'budget_resets'), values.text(due), id)
-    return 'not_due'
-  end
+  if due > b.now then return 'not_due' end
   local interval = budgets.number(b, 'reset_interval_ms')
   -- From the planned time, not from now: the schedule does not drift.
   budgets.reset(b, clock.after(due, (math.floor((b.now - due) / interval) + 1) * interval))

@@ -30,7 +30,7 @@ budgets.register_function('ff_budget_update', function(b, args)
       'too_many_dimensions: limit=' .. MAX_DIMENSIONS .. ', got=' .. count)
   end
   if #limits > 0 then server.call('HSET', budgets.part(b, 'limits'), unpack(limits)) end
-  budgets.set(b, 'last_updated_at', values.text(b.now), unpack(settings))
+  if #settings > 0 then budgets.set(b, unpack(settings)) end
   if interval then budgets.schedule(b, interval > 0 and clock.after(b.now, interval) or 0) end
   local changes = values.slice(args, 3, #args)
   events.emit_operator(b.tag, b.now, 'budget_updated', 'budget_id', b.id, unpack(changes))

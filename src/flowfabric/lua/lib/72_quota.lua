@@ -230,7 +230,7 @@ end
 
 -- Keeps the slots of runs that were claimed, even above the cap: running work counts.
 function quota.confirm(q, ids, runs)
-  if q.cap == 0 or #ids == 0 then return end
+  if q.cap == 0 then return end
   local guards, ends = read_guards(q, ids)
   local slots = {}
   for i, id in ipairs(ids) do
@@ -247,7 +247,6 @@ end
 -- Undoes what a request recorded; returns how many places it freed. A start that was in the window
 -- before stays there, and so does the slot of an execution that runs: another claim has it.
 function quota.undo(q, ids, request)
-  if #ids == 0 then return 0 end
   local guards, ends = read_guards(q, ids)
   local own, restored, left, free = {}, {}, {}, {}
   for i, id in ipairs(ids) do
@@ -271,7 +270,6 @@ end
 
 -- Frees what the runs of executions up to these hold; returns how many slots.
 function quota.release(q, ids, runs)
-  if #ids == 0 then return 0 end
   local guards, ends = read_guards(q, ids)
   local over, free = {}, {}
   for i, id in ipairs(ids) do

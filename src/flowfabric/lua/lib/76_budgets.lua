@@ -124,8 +124,7 @@ function budgets.set(b, ...) server.call('HSET', b.key, ...) end
 -- Counts a hard breach, and reports it at most once a minute.
 function budgets.breach(b, name, current, limit)
   budgets.set(b, 'breach_count', values.text(budgets.number(b, 'breach_count') + 1),
-    'last_breach_at', values.text(b.now), 'last_breach_dim', name,
-    'last_updated_at', values.text(b.now))
+    'last_breach_at', values.text(b.now), 'last_breach_dim', name)
   if b.now - budgets.number(b, 'breach_event_at') < BREACH_EVENT_MS then return end
   budgets.set(b, 'breach_event_at', values.text(b.now))
   events.emit_operator(b.tag, b.now, 'budget_breached', 'budget_id', b.id, 'dimension', name,
@@ -185,7 +184,6 @@ function budgets.apply(b, spend, limits, usage, above)
     budgets.breach(b, above, usage[above], limit)
     return budgets.soft_breach(b, above, usage[above], limit)
   end
-  budgets.set(b, 'last_updated_at', values.text(b.now))
   if not soft then return reply.ok('ok') end
   budgets.set(b, 'soft_breach_count', values.text(budgets.number(b, 'soft_breach_count') + 1))
   return budgets.soft_breach(b, soft, usage[soft], limits['soft:' .. soft])
@@ -208,8 +206,7 @@ function budgets.reset(b, next_at)
     args[#args + 1], args[#args + 2] = name, '0'
   end
   if #args > 0 then server.call('HSET', budgets.part(b, 'usage'), unpack(args)) end
-  budgets.set(b, 'reset_count', values.text(count), 'last_reset_at', values.text(b.now),
-    'last_updated_at', values.text(b.now))
+  budgets.set(b, 'reset_count', values.text(count), 'last_reset_at', values.text(b.now))
   server.call('HDEL', b.key, 'last_breach_at', 'last_breach_dim', 'breached_at')
   budgets.schedule(b, next_at)
   events.emit_operator(b.tag, b.now, 'budget_reset', 'budget_id', b.id,

@@ -54,7 +54,7 @@ function budgets.holds_of(b, execution_id, epoch)
   return found
 end
 
--- How a reservation ended: `settled` or `released`, and the first answer to it.
+-- How a reservation ended: `settled` or `released`, whose it was, and the first answer to it.
 function budgets.ended_hold(b, reservation_id)
   local packed = server.call('GET', K.settled(b.tag, b.id, reservation_id))
   local mark = packed and cmsgpack.unpack(packed)
@@ -62,7 +62,8 @@ function budgets.ended_hold(b, reservation_id)
 end
 
 function budgets.end_hold(b, hold, how)
-  local mark = { how = how, answer = hold.answer, incarnation = b.def.incarnation }
+  local mark = { how = how, execution_id = hold.execution_id, answer = hold.answer,
+    incarnation = b.def.incarnation }
   server.call('SET', K.settled(b.tag, b.id, hold.id), cmsgpack.pack(mark), 'PX',
     values.text(budgets.dedup_ms(b)))
 end
