@@ -156,6 +156,17 @@ async def test_a_drain_concerns_the_namespaces_that_the_worker_serves(engine: En
     assert len((await backend.claims.claim_many(want, tag, 5)).claims) == 1
 
 
+async def test_a_drain_in_the_default_namespace_leaves_the_others(engine: Engine) -> None:
+    for namespace in ("default", "b"):
+        await engine.backend.workers.register_worker(
+            worker_id="w", worker_instance_id="same", lanes=[LANE], namespace=namespace
+        )
+        await engine.create(namespace=namespace)
+    await engine.backend.workers.drain_worker("same")
+    (claim,) = await engine.claim_all(instance="same", namespaces=["default", "b"])
+    assert claim.namespace == "b"
+
+
 async def test_leases_of_a_namesake_are_not_revoked(engine: Engine) -> None:
     backend = engine.backend
     held = await namesakes(engine)

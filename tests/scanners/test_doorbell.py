@@ -45,6 +45,8 @@ async def test_silent_without_claimable_work(engine: Engine) -> None:
     await engine.backend.transport.call("DEL", keys.wake("default"))
     await idle(engine).scan_once("doorbell")
     assert await rings(engine) == []
+    # Workers that pass a ring on want to know it.
+    assert await engine.backend.wakeups.ring_waiting({engine.new_id().tag: ["default"]}) == 0
 
 
 async def test_silent_for_a_paused_lane(engine: Engine) -> None:

@@ -39,6 +39,20 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         copies.test_only_a_new_weight_marks_the_lane,
     ),
     (
+        "other settings push placements out",
+        LANES,
+        "  if before ~= config.spread_over then\n    earlier",
+        "  do\n    earlier",
+        copies.test_other_settings_leave_the_placements_alone,
+    ),
+    (
+        "a lane that never moved has a placement",
+        LANES,
+        "  if not known and before == config.spread_over then return end\n",
+        "",
+        copies.test_other_settings_leave_the_placements_alone,
+    ),
+    (
         "a partition takes keys of any placement",
         "lib/91_creating.lua",
         "    if opts.view then check_placement(c, lane, opts.view) end\n",
@@ -93,6 +107,13 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "return marks and (marks['*'] or marks[rec.namespace])",
         "return marks",
         drain.test_a_drain_concerns_the_namespaces_that_the_worker_serves,
+    ),
+    (
+        "a drain of the default namespace",
+        "lib/90_offers.lua",
+        "offered.serves_default and not drained.default",
+        "offered.serves_default",
+        drain.test_a_drain_in_the_default_namespace_leaves_the_others,
     ),
     (
         "lost work is granted in its grace period",

@@ -12,7 +12,7 @@ from tests.valkey import test_bounds as bounds
 from tests.valkey import test_claim_offers as stored_offers
 from tests.valkey import test_exec_doorbell as rings
 from tests.valkey.mutants import Scenario
-from tests.valkey.mutants_tasks import OFFERS, WAITING
+from tests.valkey.mutants_tasks import CLAIMING, OFFERS, WAITING
 
 NOTHING, GPU = frozenset[str](), frozenset({"gpu"})
 
@@ -44,6 +44,55 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "return offered.covers(signature)",
         "return true",
         lambda e: stored_offers.test_an_index_does_not_decide_who_may_claim(e, lost=False),
+    ),
+    (
+        "plain work of a namespace that the worker does not serve",
+        OFFERS,
+        "  if not signature then return offered.serves_default end\n",
+        "  if not signature then return true end\n",
+        lambda e: namespaces.test_admission_opens_no_other_namespace(e, "default"),
+    ),
+    (
+        "the plain index of a namespace that the worker does not serve",
+        OFFERS,
+        "  if offered.serves_default then add('default', false) end\n",
+        "  add('default', false)\n",
+        namespaces.test_work_of_others_is_not_counted_as_left,
+    ),
+    (
+        "very many signatures at once",
+        OFFERS,
+        "part_of(space.signatures, MAX_COVERED - count, c.now)",
+        "space.signatures",
+        bounds.test_a_claim_of_a_worker_with_very_many_tasks,
+    ),
+    (
+        "another part of very many signatures",
+        OFFERS,
+        "local part, first = {}, now % #signatures",
+        "local part, first = {}, 0",
+        bounds.test_no_task_of_very_many_starves,
+    ),
+    (
+        "signatures that a claim did not see",
+        CLAIMING,
+        "  if left == 0 and want.unseen then left = 1 end\n",
+        "",
+        bounds.test_a_claim_of_a_worker_with_very_many_tasks,
+    ),
+    (
+        "the worker's own tasks among very many",
+        OFFERS,
+        "    for _, task in ipairs(tasks) do own[#own + 1] = prefix .. task end\n",
+        "",
+        lambda e: tasks.test_the_most_signatures_of_a_lane_are_those_that_people_chose(e, "acme"),
+    ),
+    (
+        "the worker's own namespaces among very many",
+        OFFERS,
+        "    if prefix ~= '' then own[#own + 1] = prefix end\n",
+        "",
+        bounds.test_namespaces_do_not_use_up_the_limit,
     ),
     (
         "signatures beside the plain index",

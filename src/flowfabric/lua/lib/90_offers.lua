@@ -119,15 +119,26 @@ local function in_turn(c, want, offered)
   return ordered
 end
 
--- Those namespaces, and how far the claim looks into each index.
+-- Up to `most` of a namespace's signatures: another part at another time, so that none starves.
+local function part_of(signatures, most, now)
+  if #signatures <= most then return signatures end
+  local part, first = {}, now % #signatures
+  for i = 1, most do part[i] = signatures[(first + i) % #signatures + 1] end
+  return part
+end
+
+-- Those namespaces, and how far the claim looks into each index. `want.unseen`: whether it leaves out
+-- indexes that it could look into.
 local function covered(c, want, offered)
   if not want.spaces then
     want.spaces, want.signature_in, want.rest = {}, {}, {}
     local count = 0
     for _, space in ipairs(in_turn(c, want, offered)) do
-      if count >= MAX_COVERED then break end
+      local part = part_of(space.signatures, MAX_COVERED - count, c.now)
+      if #part < #space.signatures then space.signatures, want.unseen = part, true end
+      if #part == 0 then break end
       want.spaces[#want.spaces + 1] = space
-      count = count + #space.signatures
+      count = count + #part
     end
     want.most_looked = math.max(1, math.min(MAX_LOOKED, math.ceil(MAX_CANDIDATES / (2 * math.max(1, count)))))
   end

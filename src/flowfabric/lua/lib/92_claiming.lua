@@ -401,6 +401,7 @@ function claiming.many(c, want)
   c:flush()
   remember(want, rows)
   for key in pairs(crowded) do left = left + server.call('ZCARD', key) - (stuck[key] or 0) end
+  if left == 0 and want.unseen then left = 1 end
   -- A worker that claims while it ends attempts was awake before; others were woken then.
   if left > 0 and (#rows > 0 or want.needing) and not want.awake then ring_for_rest(c, want, crowded) end
   return rows, left, want.unknown
@@ -413,6 +414,6 @@ function claiming.wanted(args, first)
     ttl = tonumber(args[first + 3]), max = tonumber(args[first + 4]),
     lease_prefix = args[first + 5], attempt_prefix = args[first + 6],
     most_looked = offers.MAX_LOOKED, bytes = 0, plain = nil, suffix = nil, awake = nil, unknown = nil,
-    spaces = nil, rest = nil, memo = nil, known = nil, needing = nil, admitted = nil,
+    spaces = nil, unseen = nil, rest = nil, memo = nil, known = nil, needing = nil, admitted = nil,
   }
 end
