@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core.contracts.leases import Claim, Granted, NotReclaimable
+from flowfabric.core.contracts.leases import Candidate, Claim, Granted, NotReclaimable
 from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.api.workers import Draining, NotRegistered
 from tests.support.engine import LANE, TTL, Engine, refused, untouched
@@ -36,6 +36,8 @@ async def test_a_draining_worker_gets_nothing_more(engine: Engine) -> None:
     _, claimed = await backend.claims.complete_and_claim(waiting.tag, (), engine.want(), 5)
     assert (claimed.claims, claimed.draining) == ([], True)
     await refused(backend.claims.issue_claim_grant(waiting, **PAIR), "execution_not_eligible")
+    admitted = [Candidate(waiting)]
+    assert await backend.claims.claim_admitted(engine.want(), waiting.tag, admitted) == []
     # What it runs goes on, and others get the rest.
     await backend.leases.renew(held)
     await backend.executions.complete(held)

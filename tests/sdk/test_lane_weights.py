@@ -33,6 +33,19 @@ def test_weights_share_the_turns_evenly_over_time() -> None:
     assert found[:5] == found[5:] == ["a", "b", "a", "c", "a"]
 
 
+async def test_a_new_placement_moves_a_lanes_own_partitions(engine: Engine) -> None:
+    """Without a restart: sweeps look there first."""
+    (lane,) = LaneRotation(["a"], engine.backend.counts, "w-1")
+    assert len(lane.own(engine.backend)) == 1
+    for shards in (8, 16):
+        await engine.backend.lanes.set_lane_config("a", placement="spread", shards=shards)
+        own = lane.own(engine.backend)
+        assert len(set(own)) == shards
+        assert engine.new_id("a").tag in own
+    await engine.backend.lanes.set_lane_config("a", placement="pinned")
+    assert lane.own(engine.backend) == [engine.new_id("a").tag]
+
+
 def test_every_lane_follows_the_one_in_turn() -> None:
     rotation = LaneRotation(LANES, PartitionCounts(), "w-1", {"b": 5})
     for _ in range(7):

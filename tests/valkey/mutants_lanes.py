@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.conformance import test_claim_execution as claim_execution
+from tests.conformance import test_flow_handover as handover
 from tests.conformance import test_lane_placement as placement
 from tests.conformance import test_worker_drain as drain
 from tests.scanners import test_worker_drain as lasting
@@ -107,6 +108,20 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "return marks and (marks['*'] or marks[rec.namespace])",
         "return marks",
         drain.test_a_drain_concerns_the_namespaces_that_the_worker_serves,
+    ),
+    (
+        "a draining worker claims what was admitted",
+        CLAIMING,
+        "offers.undrained(c, want, offers.of(want.capabilities)), {}",
+        "offers.of(want.capabilities), {}",
+        drain.test_a_draining_worker_gets_nothing_more,
+    ),
+    (
+        "a draining worker gets what it released",
+        CLAIMING,
+        "K.lane(tag, lane, 'sigs'), K.lane(tag, lane, 'config'), K.index(tag, 'draining'))",
+        "K.lane(tag, lane, 'sigs'), K.lane(tag, lane, 'config'))",
+        handover.test_a_draining_worker_does_not_get_what_it_released,
     ),
     (
         "a drain of the default namespace",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from tests.conformance import test_claim_many as many
 from tests.conformance import test_claim_namespaces as namespaces
 from tests.conformance import test_claim_offers as offers
+from tests.conformance import test_claim_repeats as repeats
 from tests.conformance import test_claim_tasks as tasks
+from tests.conformance import test_flow_handover as handover
 from tests.conformance.test_claim_properties import Lane, Work, Worker
 from tests.scanners import test_doorbell as bells
+from tests.sdk import test_grant_admission as grant_admission
 from tests.support.engine import Engine
 from tests.valkey import test_bounds as bounds
 from tests.valkey import test_claim_offers as stored_offers
@@ -31,6 +35,83 @@ async def takes_the_best_of_all_it_covers(engine: Engine) -> None:
 
 # Name, file, the guard as written, what stands there instead, the scenario that must notice.
 MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
+    (
+        "a whole index that nobody can take now",
+        CLAIMING,
+        " and #rows < want.max and (limit < want.most_looked or #rows > 0) then",
+        " and #rows < want.max then",
+        stored_offers.test_a_whole_index_that_nobody_can_take_now_hides_no_other,
+    ),
+    (
+        "rings of a claim that takes nothing",
+        CLAIMING,
+        "if left > 0 and (#rows > 0 or want.needing) and",
+        "if left > 0 and",
+        stored_offers.test_a_whole_index_that_nobody_can_take_now_hides_no_other,
+    ),
+    (
+        "rings for what a claim leaves in another index",
+        CLAIMING,
+        "        if not want.plain then want.rest[key] = true end\n",
+        "",
+        rings.test_work_that_a_claim_leaves_in_another_index,
+    ),
+    (
+        "rings for a released member that the claim leaves",
+        CLAIMING,
+        "      waiting.ring(c, rec)\n      given",
+        "      given",
+        rings.test_a_released_member_that_the_claim_leaves,
+    ),
+    (
+        "rings for a returned grant",
+        "functions/ff_release_grant.lua",
+        "    waiting.ring(c, rec)\n",
+        "",
+        rings.test_a_returned_grant,
+    ),
+    (
+        "rings for a lease of an unknown task",
+        "functions/ff_release_unknown.lua",
+        "  waiting.ring(c, rec)\n",
+        "",
+        rings.test_a_lease_of_an_unknown_task,
+    ),
+    (
+        "lost work before what was released",
+        CLAIMING,
+        "server.call('EXISTS', K.eligible(tag, lane), K.reclaimable(tag, lane),\n",
+        "server.call('EXISTS', K.eligible(tag, lane),\n",
+        handover.test_lost_work_may_be_better_than_what_was_released,
+    ),
+    (
+        "blocks that an operator would lift",
+        "functions/ff_grant_and_claim.lua",
+        "  if not S.is_eligible(rec.state) then return reply.err('execution_not_eligible') end\n",
+        "",
+        repeats.test_an_operator_does_not_lift_a_block,
+    ),
+    (
+        "lost runs that were admitted before",
+        "functions/ff_issue_claim_grant.lua",
+        "if not lost and admission.is_needed(rec) and",
+        "if admission.is_needed(rec) and",
+        grant_admission.test_a_lost_run_needs_no_second_admission,
+    ),
+    (
+        "the order of a repeat",
+        CLAIMING,
+        "  table.sort(found, function(a, b) return a.rec.lease < b.rec.lease end)\n",
+        "",
+        many.test_a_repeat_keeps_the_order_of_many,
+    ),
+    (
+        "a repeat of a resumed claim after a reclaim",
+        CLAIMING,
+        "local mode = rec.attempt_type == 'reclaim' and not rec.resumed_at and 'reclaimed'",
+        "local mode = rec.attempt_type == 'reclaim' and 'reclaimed'",
+        many.test_a_repeat_tells_that_a_reclaimed_attempt_was_resumed,
+    ),
     (
         "requirements that a worker lacks",
         OFFERS,
