@@ -214,6 +214,7 @@ async def test_one_submit_costs_one_claim(cluster: TestCluster, backend: ValkeyB
     ids=["gpu", "gpu in acme", "acme", "plain"],
 )
 async def test_only_those_wake_who_may_take_the_work(
+    cluster: TestCluster,
     backend: ValkeyBackend,
     sleepers: Sleepers,
     fields: dict[str, Any],
@@ -221,7 +222,7 @@ async def test_only_those_wake_who_may_take_the_work(
     *,
     known: bool,
 ) -> None:
-    """One per ring, each in turn; a ring for nobody wakes nobody."""
+    """One per ring, each in turn; a ring for nobody wakes nobody, not even to pass it on."""
     if known:
         await sleepers.add("first", offer=Offer("cuda,gpu", None))
         await rung(backend, **fields)
@@ -229,6 +230,7 @@ async def test_only_those_wake_who_may_take_the_work(
     for name, offer in OFFERS.items():
         await sleepers.add(name, offer=offer)
     await sleepers.add("elsewhere", lane="other")
+    await log_calls(cluster)
     woken = set[str]()
     for _ in heard_by:
         place = await rung(backend, **fields)
@@ -238,6 +240,7 @@ async def test_only_those_wake_who_may_take_the_work(
     assert woken == heard_by
     await rung(backend, **fields)
     assert await sleepers.woken() == {}
+    assert await calls_of(cluster, "ff_ring_waiting") == 0
 
 
 async def test_a_ring_that_nobody_heard_waits_for_the_next(

@@ -99,6 +99,20 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         grant_admission.test_a_lost_run_needs_no_second_admission,
     ),
     (
+        "rings for other lanes than a damaged one",
+        "functions/ff_ring_waiting.lua",
+        "local ok, holds_work = try(waiting.ring_all, c, lane)",
+        "local ok, holds_work = true, waiting.ring_all(c, lane)",
+        bells.test_damage_in_one_lane_silences_no_other,
+    ),
+    (
+        "the number of lanes rung for",
+        WAITING,
+        "  if not c:holds_work(lane) then return false end\n",
+        "  if c:is_closed(lane) then return false end\n",
+        bells.test_silent_without_claimable_work,
+    ),
+    (
         "the order of a repeat",
         CLAIMING,
         "  table.sort(found, function(a, b) return a.rec.lease < b.rec.lease end)\n",
