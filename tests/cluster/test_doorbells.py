@@ -244,9 +244,10 @@ async def test_only_those_wake_who_may_take_the_work(
 
 
 async def test_a_ring_that_nobody_heard_waits_for_the_next(
-    backend: ValkeyBackend, sleepers: Sleepers
+    cluster: TestCluster, backend: ValkeyBackend, sleepers: Sleepers
 ) -> None:
     """The oldest first, one for each, and only for those who may take the work."""
+    await log_calls(cluster)
     places = [await rung(backend, partition) for partition in (3, 3, 1, 2)]
     await rung(backend, policy=GPU)
     found: list[WorkPlace] = []
@@ -256,6 +257,20 @@ async def test_a_ring_that_nobody_heard_waits_for_the_next(
     assert sorted(found) == sorted({*places})
     await sleepers.add("idle")
     assert await sleepers.woken() == {}
+    assert await calls_of(cluster, "ff_ring_waiting") == 0
+
+
+async def test_rings_that_nobody_heard_are_heard_in_their_order(
+    backend: ValkeyBackend, sleepers: Sleepers
+) -> None:
+    """Whatever their lanes are."""
+    lanes = [f"lane-{number}" for number in range(8)]
+    places = [await rung(backend, lane=lane) for lane in lanes]
+    bell = sleepers.bells["one"] = backend.wakeups.listen(lanes)
+    heard: list[WorkPlace] = []
+    while len(heard) < len(places):
+        heard += await bell.wait(10)
+    assert heard == places
 
 
 async def test_a_busy_listener_passes_rings_on(backend: ValkeyBackend, sleepers: Sleepers) -> None:
