@@ -214,6 +214,7 @@ async def test_one_submit_costs_one_claim(cluster: TestCluster, backend: ValkeyB
     ids=["gpu", "gpu in acme", "acme", "plain"],
 )
 async def test_only_those_wake_who_may_take_the_work(
+    cluster: TestCluster,
     backend: ValkeyBackend,
     sleepers: Sleepers,
     fields: dict[str, Any],
@@ -221,7 +222,7 @@ async def test_only_those_wake_who_may_take_the_work(
     *,
     known: bool,
 ) -> None:
-    """One per ring, each in turn; a ring for nobody wakes nobody."""
+    """One per ring, each in turn; a ring for nobody wakes nobody, not even to pass it on."""
     if known:
         await sleepers.add("first", offer=Offer("cuda,gpu", None))
         await rung(backend, **fields)
@@ -229,6 +230,7 @@ async def test_only_those_wake_who_may_take_the_work(
     for name, offer in OFFERS.items():
         await sleepers.add(name, offer=offer)
     await sleepers.add("elsewhere", lane="other")
+    await log_calls(cluster)
     woken = set[str]()
     for _ in heard_by:
         place = await rung(backend, **fields)
@@ -238,12 +240,14 @@ async def test_only_those_wake_who_may_take_the_work(
     assert woken == heard_by
     await rung(backend, **fields)
     assert await sleepers.woken() == {}
+    assert await calls_of(cluster, "ff_ring_waiting") == 0
 
 
 async def test_a_ring_that_nobody_heard_waits_for_the_next(
-    backend: ValkeyBackend, sleepers: Sleepers
+    cluster: TestCluster, backend: ValkeyBackend, sleepers: Sleepers
 ) -> None:
     """The oldest first, one for each, and only for those who may take the work."""
+    await log_calls(cluster)
     places = [await rung(backend, partition) for partition in (3, 3, 1, 2)]
     await rung(backend, policy=GPU)
     found: list[WorkPlace] = []
@@ -253,6 +257,20 @@ async def test_a_ring_that_nobody_heard_waits_for_the_next(
     assert sorted(found) == sorted({*places})
     await sleepers.add("idle")
     assert await sleepers.woken() == {}
+    assert await calls_of(cluster, "ff_ring_waiting") == 0
+
+
+async def test_rings_that_nobody_heard_are_heard_in_their_order(
+    backend: ValkeyBackend, sleepers: Sleepers
+) -> None:
+    """Whatever their lanes are."""
+    lanes = [f"lane-{number}" for number in range(8)]
+    places = [await rung(backend, lane=lane) for lane in lanes]
+    bell = sleepers.bells["one"] = backend.wakeups.listen(lanes)
+    heard: list[WorkPlace] = []
+    while len(heard) < len(places):
+        heard += await bell.wait(10)
+    assert heard == places
 
 
 async def test_a_busy_listener_passes_rings_on(backend: ValkeyBackend, sleepers: Sleepers) -> None:

@@ -126,6 +126,26 @@ async def test_a_repeated_request_gives_the_same_claims(engine: Engine) -> None:
     ]
 
 
+async def test_a_repeat_keeps_the_order_of_many(engine: Engine) -> None:
+    """Of a reply that comes when fewer permits are free, a worker runs the first ones."""
+    await create_many(engine, 200)
+    request_id = new_uuid()
+    first = await claim_many(engine, 200, request_id=request_id)
+    assert len(first.claims) == 200
+    assert (await claim_many(engine, 200, request_id=request_id)).claims == first.claims
+
+
+async def test_a_repeat_tells_that_a_reclaimed_attempt_was_resumed(engine: Engine) -> None:
+    await lapsed(engine)
+    claim = await engine.claim()
+    await engine.backend.executions.delay(claim.handle, 1)
+    await engine.advance(2)
+    request_id = new_uuid()
+    first = await claim_many(engine, 1, request_id=request_id)
+    assert [each.handle.kind for each in first.claims] == ["resumed"]
+    assert (await claim_many(engine, 1, request_id=request_id)).claims == first.claims
+
+
 async def test_a_repeat_after_another_request_gives_the_same_claims(engine: Engine) -> None:
     for _ in range(3):
         await engine.create()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core.contracts.leases import Claim, ClaimedMany
+from flowfabric.core.contracts.leases import Candidate, Claim, ClaimedMany
 from flowfabric.core.errors import ValidationError
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.engine.api.claims import ClaimRequest
@@ -46,6 +46,22 @@ async def test_a_worker_takes_only_work_of_its_namespaces(engine: Engine, served
         assert await claim_many(engine, namespaces=[served]) == ClaimedMany([], 0)
         assert await claim_many(engine, namespaces=["nobody"]) == ClaimedMany([], 0)
     assert set(namespaces((await claim_many(engine)).claims)) == set(made) - {served}
+
+
+async def test_work_of_others_is_not_counted_as_left(engine: Engine) -> None:
+    made = await fill(engine, "default", default=5, acme=2)
+    claimed = await claim_many(engine, 1, namespaces=["acme"])
+    assert (ids(claimed.claims), claimed.remaining) == (made["acme"][:1], 1)
+
+
+@pytest.mark.parametrize("namespace", ["default", "other"])
+async def test_admission_opens_no_other_namespace(engine: Engine, namespace: str) -> None:
+    execution_id = await engine.create(namespace=namespace)
+    claim = engine.backend.claims.claim_admitted
+    async with untouched(engine):
+        want = engine.want(namespaces=["acme"])
+        assert await claim(want, execution_id.tag, [Candidate(execution_id)]) == []
+    assert len(await claim(engine.want(), execution_id.tag, [Candidate(execution_id)])) == 1
 
 
 async def test_requirements_and_tasks_hold_in_every_namespace(engine: Engine) -> None:

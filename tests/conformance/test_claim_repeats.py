@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from flowfabric.core.contracts.leases import Blocked
+from flowfabric.core.errors import ContentionError
 from flowfabric.core.ids import new_uuid
 from tests.support.engine import TTL, Engine, refused, untouched
 from tests.support.leases import WORKER, fused, grant, lapsed, paused
@@ -25,6 +27,17 @@ async def test_an_operator_passes_by_a_paused_lane(engine: Engine) -> None:
     execution_id = await engine.create()
     await engine.backend.lanes.set_lane_state("default", "paused")
     assert (await fused(engine, execution_id)).execution_id == execution_id
+
+
+async def test_an_operator_does_not_lift_a_block(engine: Engine) -> None:
+    for execution_id in ((await paused(engine)).execution_id, await engine.create()):
+        block = engine.backend.claims.block_execution_for_admission
+        assert await block(execution_id, "paused_by_operator") == Blocked(
+            execution_id, "paused_by_operator"
+        )
+        async with untouched(engine):
+            with pytest.raises(ContentionError, match="execution_not_"):
+                await fused(engine, execution_id)
 
 
 # --- lost replies (D1) ---------------------------------------------------------

@@ -108,15 +108,18 @@ async def test_a_completing_call_leaves_them_to_others_too(engine: Engine) -> No
     await engine.backend.executions.complete(held.handle)
 
 
-async def test_the_most_signatures_of_a_lane_are_those_that_people_chose(engine: Engine) -> None:
+@pytest.mark.parametrize("namespace", ["default", "acme"])
+async def test_the_most_signatures_of_a_lane_are_those_that_people_chose(
+    engine: Engine, namespace: str
+) -> None:
     """Unknown tasks neither use up the limit nor hide a worker's own."""
     for n in range(300):
-        await engine.create(execution_kind=f"t{n}")
+        await engine.create(execution_kind=f"t{n}", namespace=namespace)
     while (await claim_many(engine, 100, tasks=["none"])).unknown_tasks:
         pass
     gpu = await engine.create(policy=GPU, execution_kind="t7")
     own = [f"t{n}" for n in range(250, 300)]
-    assert len((await claim_many(engine, tasks=own)).claims) == 50
+    assert len((await claim_many(engine, tasks=own, namespaces=[namespace])).claims) == 50
     # A claim sees a random part of so many signatures.
     while not (found := (await claim_many(engine, capabilities=["gpu"])).claims):
         pass

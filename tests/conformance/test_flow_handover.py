@@ -56,6 +56,19 @@ async def test_what_there_is_no_room_for_waits_for_others(engine: Engine) -> Non
     assert len(await flow.claim()) == 1
 
 
+async def test_lost_work_may_be_better_than_what_was_released(engine: Engine) -> None:
+    flow = await submitted(engine, "a>b")
+    await flow.claim()
+    lost = NewExecution(execution_id=flow.new_member_id(), execution_kind="job", priority=5)
+    await engine.backend.executions.create_execution(lost)
+    other = engine.want(instance="w-2")
+    assert len((await engine.backend.claims.claim_many(other, flow.tag, 1)).claims) == 1
+    await engine.backend.leases.revoke_lease(lost.execution_id)
+    claimed = await complete(flow, "a")
+    assert [claim.handle.kind for claim in claimed.claims] == ["reclaimed"]
+    assert claimed.remaining == 1
+
+
 @pytest.mark.parametrize("first", [True, False])
 async def test_the_best_execution_comes_first(engine: Engine, *, first: bool) -> None:
     flow = await submitted(engine, "a>b")
@@ -133,6 +146,20 @@ async def test_a_paused_lane_keeps_what_was_released(engine: Engine) -> None:
     assert await flow.state("b") == "waiting"
     await engine.backend.lanes.set_lane_state("default", "active")
     assert await flow.claim() == ["b"]
+
+
+async def test_a_draining_worker_does_not_get_what_it_released(engine: Engine) -> None:
+    flow = await submitted(engine, "a>b")
+    await flow.claim()
+    await engine.backend.workers.register_worker(
+        worker_id="w", worker_instance_id="w-1", lanes=["default"], namespaces=["*"]
+    )
+    await engine.backend.workers.drain_worker("w-1")
+    claimed = await complete(flow, "a")
+    assert (keys_of(flow, claimed), claimed.draining) == ([], True)
+    assert await flow.state("b") == "waiting"
+    other = engine.want(instance="w-2")
+    assert len((await engine.backend.claims.claim_many(other, flow.tag, 1)).claims) == 1
 
 
 async def _submitted(engine: Engine, plan: FlowGraph) -> TestFlow:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core.contracts.leases import Claim, Granted, NotReclaimable
+from flowfabric.core.contracts.leases import Candidate, Claim, Granted, NotReclaimable
 from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.api.workers import Draining, NotRegistered
 from tests.support.engine import LANE, TTL, Engine, refused, untouched
@@ -36,6 +36,8 @@ async def test_a_draining_worker_gets_nothing_more(engine: Engine) -> None:
     _, claimed = await backend.claims.complete_and_claim(waiting.tag, (), engine.want(), 5)
     assert (claimed.claims, claimed.draining) == ([], True)
     await refused(backend.claims.issue_claim_grant(waiting, **PAIR), "execution_not_eligible")
+    admitted = [Candidate(waiting)]
+    assert await backend.claims.claim_admitted(engine.want(), waiting.tag, admitted) == []
     # What it runs goes on, and others get the rest.
     await backend.leases.renew(held)
     await backend.executions.complete(held)
@@ -154,6 +156,17 @@ async def test_a_drain_concerns_the_namespaces_that_the_worker_serves(engine: En
     assert (await backend.claims.claim_many(want, tag, 5)).draining
     want = engine.want(instance="same", namespaces=["a"])
     assert len((await backend.claims.claim_many(want, tag, 5)).claims) == 1
+
+
+async def test_a_drain_in_the_default_namespace_leaves_the_others(engine: Engine) -> None:
+    for namespace in ("default", "b"):
+        await engine.backend.workers.register_worker(
+            worker_id="w", worker_instance_id="same", lanes=[LANE], namespace=namespace
+        )
+        await engine.create(namespace=namespace)
+    await engine.backend.workers.drain_worker("same")
+    (claim,) = await engine.claim_all(instance="same", namespaces=["default", "b"])
+    assert claim.namespace == "b"
 
 
 async def test_leases_of_a_namesake_are_not_revoked(engine: Engine) -> None:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import pytest
+
+from flowfabric.core.errors import CorruptionError
 from flowfabric.engine.valkey import keys
 from tests.support.engine import TTL, Engine
 from tests.support.scanning import idle, rings
@@ -45,6 +48,18 @@ async def test_silent_without_claimable_work(engine: Engine) -> None:
     await engine.backend.transport.call("DEL", keys.wake("default"))
     await idle(engine).scan_once("doorbell")
     assert await rings(engine) == []
+    # Workers that pass a ring on want to know it.
+    assert await engine.backend.wakeups.ring_waiting({engine.new_id().tag: ["default"]}) == 0
+
+
+@pytest.mark.corrupts
+async def test_damage_in_one_lane_silences_no_other(engine: Engine) -> None:
+    waiting, call = await engine.create(), engine.backend.transport.call
+    await call("SET", keys.lane(waiting.tag, "bad", "sigs"), "x")
+    await call("DEL", keys.wake("default"))
+    with pytest.raises(CorruptionError, match="lane bad"):
+        await engine.backend.wakeups.ring_waiting({waiting.tag: ["bad", "default"]})
+    assert await rings(engine) == [str(waiting.partition).encode()]
 
 
 async def test_silent_for_a_paused_lane(engine: Engine) -> None:

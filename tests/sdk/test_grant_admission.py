@@ -11,7 +11,7 @@ from flowfabric.core.errors import CorruptionError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.scheduler.grants import NoWork, WorkerGrants
 from tests.sdk.test_admission import blocking, spoil
-from tests.support.admission import budget, limited, quota, settled, slots
+from tests.support.admission import budget, claimed, limited, quota, settled, slots
 from tests.support.engine import TTL, Engine, refused
 
 WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1"}
@@ -35,6 +35,15 @@ async def test_an_admitted_execution_is_granted_and_its_slot_confirmed(engine: E
     await engine.backend.executions.complete(claim.handle)
     await settled(engine)
     assert await slots(engine, policy) == 0
+
+
+async def test_a_lost_run_needs_no_second_admission(engine: Engine) -> None:
+    spent, policy = await budget(engine, 1), await quota(engine, rate=1)
+    execution_id = await limited(engine, spent, quota=policy)
+    assert await claimed(engine) == [execution_id]
+    await engine.backend.budgets.report_usage_admin(spent, {"tokens": 1})
+    await engine.backend.leases.revoke_lease(execution_id)
+    assert (await granted(WorkerGrants(engine.backend))).execution_id == execution_id
 
 
 async def test_denied_work_is_held_back_before_the_answer(engine: Engine) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core.errors import ConfigError
+from flowfabric.core.errors import ConfigError, CorruptionError
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.valkey import keys
 from flowfabric.scheduler.hints import LaneRotation
 from flowfabric.sdk.config import WorkerConfig
 from tests.sdk.conftest import MakeWorker
@@ -31,6 +32,19 @@ def test_weights_share_the_turns_evenly_over_time() -> None:
     found = turns(10, {"a": 3})
     assert Counter(found) == {"a": 6, "b": 2, "c": 2}
     assert found[:5] == found[5:] == ["a", "b", "a", "c", "a"]
+
+
+async def test_a_new_placement_moves_a_lanes_own_partitions(engine: Engine) -> None:
+    """Without a restart: sweeps look there first."""
+    (lane,) = LaneRotation(["a"], engine.backend.counts, "w-1")
+    assert len(lane.own(engine.backend)) == 1
+    for shards in (8, 16):
+        await engine.backend.lanes.set_lane_config("a", placement="spread", shards=shards)
+        own = lane.own(engine.backend)
+        assert len(set(own)) == shards
+        assert engine.new_id("a").tag in own
+    await engine.backend.lanes.set_lane_config("a", placement="pinned")
+    assert lane.own(engine.backend) == [engine.new_id("a").tag]
 
 
 def test_every_lane_follows_the_one_in_turn() -> None:
@@ -59,6 +73,22 @@ async def test_a_worker_claims_by_weight(engine: Engine, make_worker: MakeWorker
         found.append(task.handle.lane_id)
         await task.complete()
     assert Counter(found) == {"urgent": 6, "calm": 2}
+
+
+@pytest.mark.corrupts
+async def test_a_fault_in_one_lane_loses_nothing_of_another(
+    engine: Engine, make_worker: MakeWorker
+) -> None:
+    await submit(engine.backend, 2, lane="good")
+    broken = engine.new_id("broken").tag
+    await engine.backend.transport.call("SET", keys.lane(broken, "broken", "sigs"), "x")
+    worker = await make_worker(lanes=["good", "broken"], max_concurrent_tasks=5)
+    tasks = await worker.claim_many()
+    assert [task.handle.lane_id for task in tasks] == ["good", "good"]
+    for task in tasks:
+        await task.complete()
+    with pytest.raises(CorruptionError):
+        await worker.claim_many()
 
 
 @pytest.mark.parametrize("weights", [{"other": 1}, {"a": 0}, {"a": True}, {"a": 1001}])

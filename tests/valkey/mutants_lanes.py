@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.conformance import test_claim_execution as claim_execution
+from tests.conformance import test_flow_handover as handover
 from tests.conformance import test_lane_placement as placement
 from tests.conformance import test_worker_drain as drain
 from tests.scanners import test_worker_drain as lasting
@@ -37,6 +38,20 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "if c:lane(lane).weight ~= weight then score_again(c, lane) end",
         "score_again(c, lane)",
         copies.test_only_a_new_weight_marks_the_lane,
+    ),
+    (
+        "other settings push placements out",
+        LANES,
+        "  if before ~= config.spread_over then\n    earlier",
+        "  do\n    earlier",
+        copies.test_other_settings_leave_the_placements_alone,
+    ),
+    (
+        "a lane that never moved has a placement",
+        LANES,
+        "  if not known and before == config.spread_over then return end\n",
+        "",
+        copies.test_other_settings_leave_the_placements_alone,
     ),
     (
         "a partition takes keys of any placement",
@@ -93,6 +108,27 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "return marks and (marks['*'] or marks[rec.namespace])",
         "return marks",
         drain.test_a_drain_concerns_the_namespaces_that_the_worker_serves,
+    ),
+    (
+        "a draining worker claims what was admitted",
+        CLAIMING,
+        "offers.undrained(c, want, offers.of(want.capabilities)), {}",
+        "offers.of(want.capabilities), {}",
+        drain.test_a_draining_worker_gets_nothing_more,
+    ),
+    (
+        "a draining worker gets what it released",
+        CLAIMING,
+        "K.lane(tag, lane, 'sigs'), K.lane(tag, lane, 'config'), K.index(tag, 'draining'))",
+        "K.lane(tag, lane, 'sigs'), K.lane(tag, lane, 'config'))",
+        handover.test_a_draining_worker_does_not_get_what_it_released,
+    ),
+    (
+        "a drain of the default namespace",
+        "lib/90_offers.lua",
+        "offered.serves_default and not drained.default",
+        "offered.serves_default",
+        drain.test_a_drain_in_the_default_namespace_leaves_the_others,
     ),
     (
         "lost work is granted in its grace period",

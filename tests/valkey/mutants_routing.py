@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from tests.conformance import test_claim_many as many
 from tests.conformance import test_claim_namespaces as namespaces
 from tests.conformance import test_claim_offers as offers
+from tests.conformance import test_claim_repeats as repeats
 from tests.conformance import test_claim_tasks as tasks
+from tests.conformance import test_flow_handover as handover
 from tests.conformance.test_claim_properties import Lane, Work, Worker
 from tests.scanners import test_doorbell as bells
+from tests.sdk import test_grant_admission as grant_admission
 from tests.support.engine import Engine
 from tests.valkey import test_bounds as bounds
 from tests.valkey import test_claim_offers as stored_offers
 from tests.valkey import test_exec_doorbell as rings
 from tests.valkey.mutants import Scenario
-from tests.valkey.mutants_tasks import OFFERS, WAITING
+from tests.valkey.mutants_tasks import CLAIMING, OFFERS, WAITING
 
 NOTHING, GPU = frozenset[str](), frozenset({"gpu"})
 
@@ -32,6 +36,97 @@ async def takes_the_best_of_all_it_covers(engine: Engine) -> None:
 # Name, file, the guard as written, what stands there instead, the scenario that must notice.
 MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
+        "a whole index that nobody can take now",
+        CLAIMING,
+        " and #rows < want.max and (limit < want.most_looked or #rows > 0) then",
+        " and #rows < want.max then",
+        stored_offers.test_a_whole_index_that_nobody_can_take_now_hides_no_other,
+    ),
+    (
+        "rings of a claim that takes nothing",
+        CLAIMING,
+        "if left > 0 and (#rows > 0 or want.needing) and",
+        "if left > 0 and",
+        stored_offers.test_a_whole_index_that_nobody_can_take_now_hides_no_other,
+    ),
+    (
+        "rings for what a claim leaves in another index",
+        CLAIMING,
+        "        if not want.plain then want.rest[key] = true end\n",
+        "",
+        rings.test_work_that_a_claim_leaves_in_another_index,
+    ),
+    (
+        "rings for a released member that the claim leaves",
+        CLAIMING,
+        "      waiting.ring(c, rec)\n      given",
+        "      given",
+        rings.test_a_released_member_that_the_claim_leaves,
+    ),
+    (
+        "rings for a returned grant",
+        "functions/ff_release_grant.lua",
+        "    waiting.ring(c, rec)\n",
+        "",
+        rings.test_a_returned_grant,
+    ),
+    (
+        "rings for a lease of an unknown task",
+        "functions/ff_release_unknown.lua",
+        "  waiting.ring(c, rec)\n",
+        "",
+        rings.test_a_lease_of_an_unknown_task,
+    ),
+    (
+        "lost work before what was released",
+        CLAIMING,
+        "server.call('EXISTS', K.eligible(tag, lane), K.reclaimable(tag, lane),\n",
+        "server.call('EXISTS', K.eligible(tag, lane),\n",
+        handover.test_lost_work_may_be_better_than_what_was_released,
+    ),
+    (
+        "blocks that an operator would lift",
+        "functions/ff_grant_and_claim.lua",
+        "  if not S.is_eligible(rec.state) then return reply.err('execution_not_eligible') end\n",
+        "",
+        repeats.test_an_operator_does_not_lift_a_block,
+    ),
+    (
+        "lost runs that were admitted before",
+        "functions/ff_issue_claim_grant.lua",
+        "if not lost and admission.is_needed(rec) and",
+        "if admission.is_needed(rec) and",
+        grant_admission.test_a_lost_run_needs_no_second_admission,
+    ),
+    (
+        "rings for other lanes than a damaged one",
+        "functions/ff_ring_waiting.lua",
+        "local ok, holds_work = try(waiting.ring_all, c, lane)",
+        "local ok, holds_work = true, waiting.ring_all(c, lane)",
+        bells.test_damage_in_one_lane_silences_no_other,
+    ),
+    (
+        "the number of lanes rung for",
+        WAITING,
+        "  if not c:holds_work(lane) then return false end\n",
+        "  if c:is_closed(lane) then return false end\n",
+        bells.test_silent_without_claimable_work,
+    ),
+    (
+        "the order of a repeat",
+        CLAIMING,
+        "  table.sort(found, function(a, b) return a.rec.lease < b.rec.lease end)\n",
+        "",
+        many.test_a_repeat_keeps_the_order_of_many,
+    ),
+    (
+        "a repeat of a resumed claim after a reclaim",
+        CLAIMING,
+        "local mode = rec.attempt_type == 'reclaim' and not rec.resumed_at and 'reclaimed'",
+        "local mode = rec.attempt_type == 'reclaim' and 'reclaimed'",
+        many.test_a_repeat_tells_that_a_reclaimed_attempt_was_resumed,
+    ),
+    (
         "requirements that a worker lacks",
         OFFERS,
         "if not offered.tokens[token] then",
@@ -44,6 +139,55 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "return offered.covers(signature)",
         "return true",
         lambda e: stored_offers.test_an_index_does_not_decide_who_may_claim(e, lost=False),
+    ),
+    (
+        "plain work of a namespace that the worker does not serve",
+        OFFERS,
+        "  if not signature then return offered.serves_default end\n",
+        "  if not signature then return true end\n",
+        lambda e: namespaces.test_admission_opens_no_other_namespace(e, "default"),
+    ),
+    (
+        "the plain index of a namespace that the worker does not serve",
+        OFFERS,
+        "  if offered.serves_default then add('default', false) end\n",
+        "  add('default', false)\n",
+        namespaces.test_work_of_others_is_not_counted_as_left,
+    ),
+    (
+        "very many signatures at once",
+        OFFERS,
+        "part_of(space.signatures, MAX_COVERED - count, c.now)",
+        "space.signatures",
+        bounds.test_a_claim_of_a_worker_with_very_many_tasks,
+    ),
+    (
+        "another part of very many signatures",
+        OFFERS,
+        "local part, first = {}, now % #signatures",
+        "local part, first = {}, 0",
+        bounds.test_no_task_of_very_many_starves,
+    ),
+    (
+        "signatures that a claim did not see",
+        CLAIMING,
+        "  if left == 0 and want.unseen then left = 1 end\n",
+        "",
+        bounds.test_a_claim_of_a_worker_with_very_many_tasks,
+    ),
+    (
+        "the worker's own tasks among very many",
+        OFFERS,
+        "    for _, task in ipairs(tasks) do own[#own + 1] = prefix .. task end\n",
+        "",
+        lambda e: tasks.test_the_most_signatures_of_a_lane_are_those_that_people_chose(e, "acme"),
+    ),
+    (
+        "the worker's own namespaces among very many",
+        OFFERS,
+        "    if prefix ~= '' then own[#own + 1] = prefix end\n",
+        "",
+        bounds.test_namespaces_do_not_use_up_the_limit,
     ),
     (
         "signatures beside the plain index",

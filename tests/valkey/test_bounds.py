@@ -18,6 +18,7 @@ from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.executions import PART, Completion
 from flowfabric.engine.valkey import keys
 from tests.support import lua_keys
+from tests.support.claims import claim_many
 from tests.support.engine import LANE, Engine
 from tests.support.server_time import ONCE_US, assert_short, command, times
 from tests.support.suspension import Waits
@@ -96,13 +97,14 @@ async def test_a_lane_has_a_limited_number_of_signatures(engine: Engine) -> None
 
 async def test_namespaces_do_not_use_up_the_limit(engine: Engine) -> None:
     """A worker finds the work of its own among very many, and one of all serves each in turn."""
-    for n in range(300):
+    for n in range(600):
         await engine.create(namespace=f"n{n:03}")
-    assert (await engine.claim(namespaces=["n299"])).namespace == "n299"
+    for n in range(590, 600):
+        assert (await engine.claim(namespaces=[f"n{n}"])).namespace == f"n{n}"
     served: set[str] = set()
     while claims := await engine.claim_all(256):
         served.update(claim.namespace for claim in claims)
-    assert len(served) == 299
+    assert len(served) == 590
 
 
 async def test_a_call_that_announces_many_bells(engine: Engine) -> None:
@@ -159,6 +161,60 @@ async def test_a_claim_from_very_many_signatures(engine: Engine) -> None:
     while await signatures(engine):
         await claim()
     assert sorted(claimed) == sorted(created)
+
+
+async def left_to_others(engine: Engine, tasks: list[str], **options: Any) -> None:
+    """One execution of each task; only workers that know it see it."""
+    for start in range(0, len(tasks), PART):
+        items = [
+            NewExecution(execution_id=engine.new_id(), execution_kind=task, **options)
+            for task in tasks[start : start + PART]
+        ]
+        await engine.backend.executions.create_many(items)
+    while (await claim_many(engine, tasks=["none"])).unknown_tasks:
+        pass
+
+
+async def test_a_claim_of_a_worker_with_very_many_tasks(engine: Engine) -> None:
+    """It sees a part of them at a time, and takes as many as it asks for."""
+    tasks, claimed = [f"task {n}" for n in range(1000)], set[ExecutionId]()
+    await left_to_others(engine, tasks)
+    want, tag = engine.want(tasks=tasks), engine.new_id().tag
+
+    async def claim() -> int:
+        found = await engine.backend.claims.claim_many(want, tag, 64)
+        claimed.update(each.execution_id for each in found.claims)
+        assert len(claimed) == 1000 or len(found.claims) == 64
+        return found.remaining
+
+    await assert_short(engine, "ff_claim_many", claim)
+    while await claim():
+        pass
+    assert len(claimed) == 1000
+
+
+async def test_no_task_of_very_many_starves(engine: Engine) -> None:
+    """Each has urgent work; whatever part a claim sees always has other work, too."""
+    tasks = [f"task {n}" for n in range(200)]
+    await left_to_others(engine, tasks, priority=9)
+    for _ in range(3):
+        await left_to_others(engine, tasks)
+    urgent: set[ExecutionId] = set()
+    for _ in range(50):
+        await engine.advance(33)
+        for claim in await engine.claim_all(8, tasks=tasks):
+            info = await engine.backend.reads.read_execution_info(claim.execution_id)
+            urgent.update({claim.execution_id} if info.priority == 9 else ())
+    assert len(urgent) == 200
+
+
+@pytest.mark.corrupts
+@pytest.mark.parametrize("stray", ["gpu", "acme gpu"])
+async def test_a_claim_forgets_a_signature_without_work(engine: Engine, stray: str) -> None:
+    execution_id = await engine.create()
+    await command(engine, "SADD", keys.lane(execution_id.tag, LANE, "sigs"), stray)
+    await engine.claim(capabilities=["gpu"])
+    assert await signatures(engine) == 0
 
 
 @pytest.mark.corrupts

@@ -8,7 +8,7 @@ import pytest
 
 from flowfabric.core.contracts.leases import ClaimedMany
 from flowfabric.engine.valkey import keys
-from tests.support.claims import GPU, claim_many, ids
+from tests.support.claims import GPU, claim_many, create_many, ids
 from tests.support.engine import TTL, Engine
 from tests.support.leases import grant, lapsed, mark
 from tests.support.storage import grant_fields, indexes, record
@@ -64,6 +64,23 @@ async def test_what_nobody_can_take_now_is_not_left_for_the_taking(
     assert await claim_many(engine, 1) == ClaimedMany([], 0)
     behind = await engine.create()
     assert ids((await claim_many(engine, 1)).claims) == [behind]
+
+
+async def test_a_whole_index_that_nobody_can_take_now_hides_no_other(engine: Engine) -> None:
+    """And a claim that takes nothing wakes nobody."""
+    await engine.backend.lanes.set_lane_config("default", reclaim_grace_ms=10**12)
+    held = await create_many(engine, 300)
+    tag = held[0].tag
+    assert len((await claim_many(engine, 256)).claims + (await claim_many(engine)).claims) == 300
+    await engine.advance(TTL + 1)
+    await mark(engine, held)
+    bell = keys.wake("default")
+    await engine.backend.transport.call("DEL", bell)
+    assert (await claim_many(engine, 1)).claims == []
+    assert await engine.backend.transport.call("EXISTS", bell) == 0
+    other = await engine.create()
+    assert other.tag == tag
+    assert ids((await claim_many(engine, 1)).claims) == [other]
 
 
 async def test_a_lapsed_grant_is_no_obstacle(engine: Engine) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.flows import Submitted
 from flowfabric.core.policy import parse_policy
 from flowfabric.engine.api.executions import Completion
@@ -14,6 +15,7 @@ from flowfabric.engine.valkey import keys
 from tests.support.engine import LANE, TTL, Engine
 from tests.support.executions import BACKOFF, Case, mark, promote
 from tests.support.flows import TestFlow, graph
+from tests.support.leases import grant
 
 
 async def rung(engine: Engine, lane: str = LANE) -> list[int]:
@@ -68,6 +70,23 @@ async def test_lost_leases(engine: Engine) -> None:
     assert await rung(engine) == [handle.execution_id.partition]
 
 
+async def test_a_returned_grant(engine: Engine) -> None:
+    held = await grant(engine, await engine.create())
+    await rung(engine)
+    await engine.backend.claims.release_grant(held)
+    assert await rung(engine) == [held.execution_id.partition]
+    await engine.backend.claims.release_grant(held)
+    assert await rung(engine) == []
+
+
+async def test_a_lease_of_an_unknown_task(engine: Engine) -> None:
+    handle = await engine.running(execution_kind="new")
+    await rung(engine)
+    await engine.backend.executions.release_unknown(handle, "new")
+    assert await rung(engine, keys.bell(LANE, "task:new")) == [handle.execution_id.partition]
+    assert await rung(engine) == []
+
+
 async def test_replay(engine: Engine) -> None:
     case = await Case.make(engine, "completed")
     await rung(engine)
@@ -116,3 +135,30 @@ async def test_what_a_completing_worker_releases_for_others(engine: Engine, lack
     assert claimed.claims == []
     wakes: Any = await engine.backend.transport.call("KEYS", "ff:wake:*")
     assert [key.decode() for key in wakes] == [keys.wake(bell)]
+
+
+async def test_work_that_a_claim_leaves_in_another_index(engine: Engine) -> None:
+    """It wakes a worker that may take it, though the claim saw the whole index."""
+    for token in "abc":
+        await engine.create(policy={"routing_requirements": {"required_capabilities": [token]}})
+        await engine.advance(1)
+        await rung(engine, keys.bell(LANE, token))
+    taken = await engine.claim_all(2, capabilities=["a", "b", "c"])
+    assert len(taken) == 2
+    assert [len(await rung(engine, keys.bell(LANE, token))) for token in "abc"] == [0, 0, 1]
+
+
+async def test_a_released_member_that_the_claim_leaves(engine: Engine) -> None:
+    """The call that released it took better work instead."""
+    outcome = await engine.backend.flows.submit_flow(graph("a>b"))
+    assert isinstance(outcome, Submitted)
+    flow = TestFlow(engine, outcome)
+    await flow.claim()
+    other = NewExecution(execution_id=flow.new_member_id(), execution_kind="job", priority=5)
+    await engine.backend.executions.create_execution(other)
+    await rung(engine)
+    _, claimed = await engine.backend.claims.complete_and_claim(
+        flow.tag, [Completion(flow.claims["a"].handle)], engine.want(), 1
+    )
+    assert [claim.execution_id for claim in claimed.claims] == [other.execution_id]
+    assert len(await rung(engine)) == 1

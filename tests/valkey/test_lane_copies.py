@@ -108,6 +108,19 @@ async def test_only_the_last_placements_are_remembered(engine: Engine) -> None:
     assert [each.split(":")[0] for each in earlier] == [str(n) for n in range(12, 4, -1)]
 
 
+async def test_other_settings_leave_the_placements_alone(engine: Engine) -> None:
+    key = f"ff:idx:{keys.LANES_TAG}:placements"
+    await engine.backend.lanes.set_lane_state(LANE, "paused")
+    assert not await engine.backend.transport.call("EXISTS", key)
+    await spread(engine, 8)
+    for weight in range(1, 10):
+        await engine.backend.lanes.set_lane_config(LANE, priority_weight_ms=weight)
+    placement: Any = await engine.backend.transport.call("HGET", key, LANE)
+    version, now, *earlier = placement.decode().split()
+    assert (version, now) == ("11", "8")
+    assert [each.split(":")[0] for each in earlier] == ["1"]
+
+
 async def test_a_key_is_not_sought_after_its_window(engine: Engine) -> None:
     now, new = await engine.now(), keyed(engine, moves(engine, 1, 8), 8)
     known = Placements(engine.backend.counts)

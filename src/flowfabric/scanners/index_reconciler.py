@@ -221,7 +221,7 @@ class IndexReconciler:
                 cycle.failed("could not audit the partition", error, partition=walk.tag)
                 if error.retryable:
                     break
-                # What is damaged must not hide the rest.
+                # A damaged record must not hide the rest.
                 walk.advance()
             cycle.progress()
             await cycle.rest(loop.time() - began)

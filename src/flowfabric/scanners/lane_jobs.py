@@ -5,7 +5,7 @@ from flowfabric.scanners.flow_jobs import QueueScanner
 
 
 class LaneRescore(QueueScanner):
-    """Gives what waits in a lane its place in the order after the lane's weight has changed."""
+    """Sorts the executions that wait in a lane again after the lane's weight has changed."""
 
     def __init__(self) -> None:
         super().__init__("lane_rescore", ("rescore",), self._rescore)
@@ -19,7 +19,7 @@ class LaneRescore(QueueScanner):
 
 
 class WorkerDrain:
-    """Keeps work from workers that are being drained, and revokes what they hold too long."""
+    """Refuses work to workers that are being drained, and revokes the leases they hold too long."""
 
     name = "worker_drain"
 

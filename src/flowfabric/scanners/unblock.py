@@ -1,9 +1,9 @@
-"""Lets executions go whose budget, quota or workers admit work again, and delivers what runs gave
+"""Releases executions whose budget, quota or workers admit work again, and delivers what runs gave
 back.
 
-Whatever opens a budget or a quota lets go of those that wait for it at once, and so does a worker
-that registers. This scanner finds what they missed: a process that ended in between, or a limit
-that time opened.
+A call that opens a budget or a quota releases the executions that wait for it, and so does a worker
+that registers. This scanner finds those that they missed: because a process ended in between, or
+because time opened the limit.
 """
 
 from collections.abc import Sequence

@@ -179,10 +179,8 @@ class WorkerClaims(ClaimPermits[T]):
         if claimed.draining:
             self.drain()
         self.log_unknown(claimed.unknown_tasks)
-        again = again or claimed.worth_repeating or (lane_id, tag) in self._unanswered
-        # Work remains but none was claimable by this worker: wait for a ring or the next sweep.
-        # A repeat returned only what it had returned before.
-        return tasks, again or (repeats and claimed.remaining > 0)
+        # If work remains but none was claimable by this worker, wait for a ring or the next sweep.
+        return tasks, again or claimed.worth_repeating or (lane_id, tag) in self._unanswered
 
     def lend(self, place: WorkPlace) -> None:
         """Free the permits of a claim that its server keeps waiting; it takes what is free then."""

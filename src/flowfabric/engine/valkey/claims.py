@@ -110,7 +110,7 @@ class ValkeyClaims(Claims):
         return (await self._completed(ClaimedMany(claims, 0))).claims
 
     async def _completed(self, claimed: ClaimedMany) -> ClaimedMany:
-        """The claims with inputs that were too much for the reply, and with confirmed slots."""
+        """The claims with the inputs that did not fit into the reply, and with confirmed slots."""
         claims, slots = claimed.claims, dict[str, list[Slot]]()
         for position, claim in enumerate(claims):
             if claim.inputs is UNREAD:

@@ -1,4 +1,4 @@
-"""What the indexes of lanes say, for all lanes of a deployment at few commands per lane."""
+"""Reads the indexes of all lanes of a deployment, with few commands per lane."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -41,7 +41,7 @@ class LaneReads:
         self._places = places
 
     async def count(self, wanted: Callable[[str], bool]) -> dict[Place, LaneSizes]:
-        """The sizes of the indexes of wanted lanes. One that cannot be read is logged: 0."""
+        """The sizes of the indexes of wanted lanes. An unreadable index is logged and counts 0."""
         rows = await self._rows("ff_count_lanes", wanted, lambda reply: reply[2])
         damage = Damage("count_places")
 
@@ -82,7 +82,7 @@ class LaneReads:
         return {place: self._readable(place, row) for place, row in rows.items()}
 
     def _readable(self, place: Place, row: Mapping[bytes, T]) -> dict[str, T]:
-        """What the row says by signature; malformed ones are logged once and left out."""
+        """The row's values by signature; malformed signatures are logged once and left out."""
         found: dict[str, T] = {}
         for stored, value in row.items():
             if (signature := lossless(stored)).isprintable():

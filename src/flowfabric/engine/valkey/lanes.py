@@ -79,7 +79,7 @@ class ValkeyLanes(Lanes):
         loads: dict[int, list[LaneLoad]] = {}
         counted = await self._listings.count_places(by_route=False)
         for (tag, lane), counts in counted.items():
-            # What lost its worker is in two indexes; it waits for another one.
+            # An execution whose lease was lost is in two indexes; it waits for another worker.
             waiting = counts["eligible"] + counts["reclaimable"]
             active = max(0, counts["active"] - counts["reclaimable"])
             if waiting or active:
@@ -122,9 +122,9 @@ class ValkeyLanes(Lanes):
         await self._store(lane_id, fields)
 
     async def _store(self, lane_id: str, fields: Sequence[Any]) -> str:
-        """Store the global settings, then each partition's copy; running it again converges.
+        """Store the global settings, then each partition's copy; repeating it converges.
 
-        Returns the state the lane had.
+        Returns the state that the lane had before.
         """
         ids.validate_lane(lane_id)
         counts = self._calls.counts

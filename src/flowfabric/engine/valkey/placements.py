@@ -1,10 +1,10 @@
 """Where the executions of a lane are created, and idempotency keys when that changes.
 
 A submitter may know an outdated placement. Without a key that is harmless: workers find the
-execution wherever it is. With a key, a repeat must find the first execution. So a submitter names
-the number of shards that it believes in, a partition that knows better refuses, and the submitter
-first looks for the key where the lane's executions were created before. That look also makes the
-old partition refuse whoever still creates there.
+execution wherever it is. With a key, a repeat must find the first execution. So a submitter sends
+the number of shards that it knows, and a partition with newer settings refuses it. The submitter
+then looks for the key where the lane's executions were created before. That search also makes the
+old partitions refuse submitters that still create there.
 """
 
 import time
@@ -57,7 +57,7 @@ class Placements:
         self._offset_ms = 0.0
 
     def learn(self, lanes: Iterable[str], server_ms: int, stored: Sequence[Any]) -> None:
-        """Take over the answer to a registration of these lanes."""
+        """Remember the answer to a registration of these lanes."""
         self._offset_ms = server_ms - time.time() * 1000
         found = {text(lane): Placement.parse(text(each)) for lane, each in _pairs(stored)}
         self._known.update({lane: found.get(lane, _PINNED) for lane in lanes})
@@ -134,18 +134,18 @@ class KeyedCreation:
     ) -> list[int]:
         """Move those that were refused to where the lane is placed now; returns their positions.
 
-        The registry was read again since. A partition that refuses its placement missed the last
-        change, so it is told.
+        The registry was read again since. A partition that refuses the current placement missed the
+        last change, so it gets the change now.
         """
         stale = [i for i in keyed if is_stale(outcomes[i])]
-        behind: set[tuple[str, str]] = set()
+        outdated: set[tuple[str, str]] = set()
         for position in stale:
             item, outcomes[position] = items[position], None
             if item.shards == self._placements.of(item.lane_id).shards:
-                behind.add((item.execution_id.tag, item.lane_id))
+                outdated.add((item.execution_id.tag, item.lane_id))
             else:
                 items[position] = self._placements.moved(item)
-        for tag, lane in behind:
+        for tag, lane in outdated:
             await self._find(tag, lane, ())
         return stale
 

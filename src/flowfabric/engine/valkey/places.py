@@ -25,7 +25,7 @@ _REPEAT_S = 10.0
 _REPEAT_WAIT_S = 0.5
 """How long a call waits for that. In a cluster, the registries may be on a node that is away."""
 KEPT = "kept"
-"""The stamp of a lane that was declared or has settings: it stays registered when empty."""
+"""The stamp of a lane that was declared or has settings: it stays registered when it is empty."""
 ANYWHERE = "*"
 """Stands for all partitions in entries about a lane as a whole."""
 MAX_LANES = 10_000
@@ -35,7 +35,7 @@ MAX_LANES = 10_000
 class ValkeyPlaces(Places):
     """Registers places before their first use and repeats that while they are used.
 
-    A failover to a lagging replica loses registrations without notice; repeating restores them.
+    A failover to a lagging replica silently loses registrations; repeating restores them.
     A place that is no longer repeated leaves the registry once it is empty.
     """
 
@@ -73,7 +73,7 @@ class ValkeyPlaces(Places):
             raise lane_limit(min(refused))
 
     async def _try_again(self) -> None:
-        """Register again; the caller needs no success, because its own places were registered."""
+        """Register again. The caller may continue if this fails: its own places are registered."""
         if self._repeating is None:
             self._repeating = asyncio.create_task(self.register_again())
             self._repeating.add_done_callback(self._repeated)
@@ -159,7 +159,7 @@ class ValkeyPlaces(Places):
     async def places_in_use(self) -> dict[str, dict[str, str]]:
         """The lanes of each partition's tag with the time of their last registration.
 
-        Under `ANYWHERE` stand those of lanes as a whole. What is malformed is told of once.
+        Lanes as a whole are listed under `ANYWHERE`. Malformed entries are logged once.
         """
         places: dict[str, dict[str, str]] = {}
         stored = await self._calls.scan(f"{keys.PLACES}: registry", keys.PLACES)

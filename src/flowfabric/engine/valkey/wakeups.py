@@ -130,7 +130,7 @@ class _Bells:
 class _ServerDoorbell(_Bells):
     """Pops rings from a sorted set per bell: each ring wakes one listener of the deployment.
 
-    It knows the bells that rang lately, and hears of new ones through a sorted set of its own.
+    It knows the bells that rang recently, and learns of new ones through a sorted set of its own.
     """
 
     sweep_width = 32
@@ -169,7 +169,7 @@ class _ServerDoorbell(_Bells):
             lane_id = lanes.get(reply[0].decode())
             if lane_id is not None:
                 return [_place(lane_id, reply[1].decode())]
-            # There are new bells, each of which rings for one of those who then listen to it.
+            # There are new bells; each ring wakes one of the listeners that know its bell.
             self._read_at = -math.inf
 
     async def _mend(self, error: TransportError) -> None:
@@ -183,7 +183,7 @@ class _ServerDoorbell(_Bells):
         await self._learn(dict.fromkeys((*self._lanes, *heard)))
 
     async def _learn(self, damaged: Iterable[str] = ()) -> None:
-        """Read which bells there are, and be told of new ones from now on."""
+        """Read which bells exist, and subscribe to the announcements of new ones."""
         self._read_at = time.monotonic()
         args = (self._listener, _LISTEN_S * 1000, *damaged)
         self._known = await self._calls.ask(
@@ -194,7 +194,7 @@ class _ServerDoorbell(_Bells):
 
     async def peek(self) -> list[WorkPlace]:
         found: list[WorkPlace] = []
-        # Not those with a signature, which may be many: sweeps of a busy worker find their work.
+        # Only plain bells. Bells with a signature may be many; sweeps find that work.
         for lane_id in self._lanes if self._offer.serves("default") else ():
             key = keys.wake(lane_id)
             try:
@@ -232,7 +232,7 @@ class _Primary:
 
 
 class _ClusterDoorbell(_Bells):
-    """Registers at each primary as idle; a ring there wakes one of those who did.
+    """Registers at each primary as idle; a ring there wakes one of the registered listeners.
 
     A blocking pop cannot span slots, so rings come on channels: each partition has one for every
     listener, and one on which it calls all of them to register again.
@@ -314,7 +314,7 @@ class _ClusterDoorbell(_Bells):
 
     def _lost(self, primary: _Primary) -> bool:
         """Whether its connection ended, or another node has taken its place."""
-        # A node that hangs leaves its connection open when its replica takes over.
+        # The connection to a hanging node stays open when its replica takes over.
         serving = self._calls.transport.peer_of(primary.tag)
         return not primary.conn.is_open or serving not in (None, primary.conn.peer)
 
@@ -363,13 +363,13 @@ class _ClusterDoorbell(_Bells):
         return []
 
     async def _register(self) -> None:
-        """Register where a ring has woken it since, until a ring is found that waited there."""
+        """Register again where a ring has woken it, until a primary returns a ring that waited."""
         for _ in range(len(self._primaries)):
             primary, now = self._primaries[0], time.monotonic()
             self._primaries.rotate(-1)
             if self._rings or primary.register_at > now or primary.registering is not None:
                 continue
-            # First: a ring may arrive before the reply does.
+            # Set first: a ring may arrive before the reply.
             primary.register_at = now + _LISTEN_S / 3
             primary.registering = asyncio.create_task(self._register_at(primary))
             await asyncio.wait([primary.registering], timeout=_SLOW_S)
@@ -412,7 +412,7 @@ class _ClusterDoorbell(_Bells):
                 await conn.aclose()
                 if refused == left[0]:
                     raise TransportError("cluster", f"no primary takes subscriptions for {refused}")
-                # The slot has moved: a call that is redirected learns where to.
+                # The slot has moved: a redirected call updates the slot map.
                 refused = left[0]
                 await transport.call("EXISTS", refused, key=refused)
                 continue

@@ -161,14 +161,14 @@ class ValkeyWorkers(Workers):
         )
         if served is None:
             return NotRegistered()
-        # From here on a scanner continues it.
+        # A scanner continues the drain from here.
         await add_names(self._calls, keys.DRAINS, [namespace])
         return Draining(await self.refuse_claims(instance, served))
 
     async def refuse_claims(
         self, instance: str, namespaces: Sequence[str], *, refuse: bool = True
     ) -> int:
-        """Give a process no more work of these namespaces, or again; how many leases it holds.
+        """Refuse a process work of these namespaces, or allow it again; how many leases it holds.
 
         `*` stands for all namespaces.
         """
@@ -263,7 +263,7 @@ class ValkeyWorkers(Workers):
                 revoked_by="worker_registry",
             )
         except (NotFoundError, StateError):
-            # It ended, or another worker has it by now.
+            # It ended, or another worker has it now.
             return False
         return isinstance(outcome, Revoked)
 

@@ -1,5 +1,5 @@
 -- In a cluster: which idle workers wait for a ring, and which rings wait for an idle worker. Only this
--- node's memory has it, so it may be lost: then every listener is called to register again.
+-- node's memory holds this. When it is lost, every listener is asked to register again.
 
 local MAX_LISTENERS, MAX_GROUPS, MAX_BELLS, MAX_RINGS = 10000, 1000, 1000, 10000
 local TIDY_PAUSE_MS = 1000
@@ -108,7 +108,7 @@ local function take_ring(group)
   return oldest.bell, tag
 end
 
--- Nobody is known here yet: has those who already listen register.
+-- Asks all who listen to register, once: this node's memory is new and knows none of them.
 local function call_all(tag)
   if called then return end
   server.call('SPUBLISH', K.wake(tag), '')
@@ -116,7 +116,7 @@ local function call_all(tag)
 end
 
 -- Wakes one idle listener that may take the work, or keeps the ring for the next one. A listener that
--- is woken registers again when it waits again; one that does not answer is gone.
+-- is woken registers again when it waits again; one that does not hear the ring has gone.
 function listeners.ring(c, bell, lane, signature)
   local queue = queue_of(bell, lane, signature)
   while not is_empty(queue) do
@@ -138,7 +138,7 @@ function listeners.ring(c, bell, lane, signature)
   call_all(c.tag)
 end
 
--- Drops who has gone, so that there is room.
+-- Removes listeners that have gone, to make room.
 local function tidy(now)
   if now < tidy_at then return end
   tidy_at = now + TIDY_PAUSE_MS

@@ -73,8 +73,8 @@ function waiting.signature_excess(c, lane, required, namespace)
   end
 end
 
--- Tasks, namespaces and executions that become claimable later may exceed that: then each call sees a
--- random part, and those of `own` that are in use.
+-- Tasks, namespaces and executions that become claimable later may exceed that limit. Each call then
+-- sees a random part, and those of `own` that are in use.
 function waiting.signatures(key, own)
   if server.call('SCARD', key) <= MAX_SEEN then return server.call('SMEMBERS', key) end
   local found, seen = server.call('SRANDMEMBER', key, MAX_SEEN), {}
@@ -95,8 +95,8 @@ function waiting.offer(c, id, rec, key_of)
   c:zadd(key_of(c.tag, rec.lane_id, signature), c:score(rec), id)
 end
 
--- Wakes a worker for an execution that can be claimed. A call that claims rings for what it leaves;
--- what it may not take is for others, so it rings at once.
+-- Wakes a worker for an execution that can be claimed. A call that also claims rings later, for what
+-- it leaves; for work that it may not take it rings at once.
 function waiting.ring(c, rec)
   local later = c.rings_later
   if later and not offers.takes(c.claimer, rec) then c.rings_later = nil end
@@ -116,7 +116,7 @@ function waiting.ring_all(c, lane)
   return true
 end
 
--- Adds a record without a lease to the index of its state; `score` if the record does not tell it.
+-- Adds a record without a lease to the index of its state. `score`: if it is not on the record.
 function waiting.enter(c, id, rec, score)
   local suffix = S.index_suffix(rec.state)
   if suffix == 'eligible' then return waiting.offer(c, id, rec, K.eligible) end

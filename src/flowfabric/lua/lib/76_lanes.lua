@@ -60,13 +60,10 @@ end
 
 -- Each lane of the pairs (number, lane) in `args` that has a placement, followed by it.
 function lanes.placements(tag, args)
-  local key, found, seen = K.index(tag, 'placements'), {}, {}
-  if server.call('EXISTS', key) == 0 then return found end
+  local key, found = K.index(tag, 'placements'), {}
   for i = 3, #args, 2 do
-    local lane = args[i]
-    local placement = not seen[lane] and server.call('HGET', key, lane)
-    seen[lane] = true
-    if placement then values.append(found, { lane, placement }) end
+    local placement = server.call('HGET', key, args[i])
+    if placement then values.append(found, { args[i], placement }) end
   end
   return found
 end
@@ -137,7 +134,7 @@ local function score_some(c, marks, name, cursor, limit)
     end
   end
   for first, last in values.pieces(changed) do
-    server.call('ZADD', name, 'XX', unpack(changed, first, last))
+    server.call('ZADD', name, unpack(changed, first, last))
   end
   if page[1] == '0' then
     server.call('HDEL', marks, name)

@@ -63,7 +63,7 @@ function offers.takes(offered, rec)
   return offered.covers(signature)
 end
 
--- What is left of an offer where the worker is being drained; nil if that is nothing.
+-- An offer without the namespaces in which the worker is being drained; nil if none is left.
 function offers.undrained(c, want, offered)
   local drained = workers.drained_in(c, want.worker)
   if not drained then return offered end
@@ -78,8 +78,8 @@ function offers.undrained(c, want, offered)
   }, { __index = offered })
 end
 
--- The number of the last lease of each namespace, by lane and partition: the one that has gone longest
--- without is in turn, whichever workers serve it. Only fairness depends on it, so it is not stored.
+-- The number of the last lease of each namespace, by lane and partition. The namespace that has waited
+-- longest for one is next, whichever workers serve it. Only fairness depends on this, so it is not stored.
 local last_lease, known_turns, leases, MAX_TURNS = {}, 0, 0, 10000
 
 function offers.served(c, want, namespace)
@@ -95,8 +95,8 @@ function offers.served(c, want, namespace)
   numbers[namespace] = leases
 end
 
--- The namespaces with work that this worker may take, that in turn first. Each has the signatures
--- to look at; false stands for none.
+-- The namespaces with work that this worker may take, the next one first. Each has the signatures
+-- to look at; false stands for the plain index.
 local function in_turn(c, want, offered)
   local by_name, names = {}, {}
   local function add(namespace, signature)
@@ -119,23 +119,34 @@ local function in_turn(c, want, offered)
   return ordered
 end
 
--- Those namespaces, and how far the claim looks into each index.
+-- Up to `most` of a namespace's signatures: another part at another time, so that none starves.
+local function part_of(signatures, most, now)
+  if #signatures <= most then return signatures end
+  local part, first = {}, now % #signatures
+  for i = 1, most do part[i] = signatures[(first + i) % #signatures + 1] end
+  return part
+end
+
+-- Those namespaces, and how far the claim looks into each index. `want.unseen`: whether it leaves out
+-- indexes that it could look into.
 local function covered(c, want, offered)
   if not want.spaces then
     want.spaces, want.signature_in, want.rest = {}, {}, {}
     local count = 0
     for _, space in ipairs(in_turn(c, want, offered)) do
-      if count >= MAX_COVERED then break end
+      local part = part_of(space.signatures, MAX_COVERED - count, c.now)
+      if #part < #space.signatures then space.signatures, want.unseen = part, true end
+      if #part == 0 then break end
       want.spaces[#want.spaces + 1] = space
-      count = count + #space.signatures
+      count = count + #part
     end
     want.most_looked = math.max(1, math.min(MAX_LOOKED, math.ceil(MAX_CANDIDATES / (2 * math.max(1, count)))))
   end
   return want.spaces
 end
 
--- The offer as far as the worker is not being drained here, or nil; and whether the claim is plain:
--- the lane has no settings here, nothing to reclaim, and no signature that the worker covers.
+-- The part of the offer for which the worker is not being drained here, or nil; and whether the claim
+-- is plain: the lane has no settings here, nothing to reclaim, and no signature that the worker covers.
 function offers.opened(c, want, offered)
   local lane = want.lane
   local lost, config = K.lane(c.tag, lane, 'reclaimable'), K.lane(c.tag, lane, 'config')
@@ -214,9 +225,9 @@ local function any_lost(c, want, spaces)
   return server.call('EXISTS', unpack(keys)) > 0
 end
 
--- Executions that this worker could claim, a queue per namespace, that in turn first: ids, best
--- first, and the index of each, or `key` for all. Also the indexes that may hold more, with the
--- position of their last one here.
+-- Executions that this worker could claim, in a queue per namespace, the next one first. A queue has
+-- ids, best first, and the index of each, or `key` for all. Also returns the indexes that may hold
+-- more, each with the position of its last candidate.
 function offers.candidates(c, want, offered, limit)
   if want.plain then
     local eligible = K.eligible(c.tag, want.lane)

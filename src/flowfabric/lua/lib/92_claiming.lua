@@ -154,8 +154,8 @@ local function replayed(c, want)
   return rows
 end
 
--- Leaves an execution whose task this worker does not know to one that does. It waits there for
--- good: through retries, pauses and replays.
+-- Leaves an execution whose task this worker does not know to workers that know it, also after
+-- retries, pauses and replays.
 function claiming.leave_to_others(c, id, rec, worker, key)
   c:zrem(key, id)
   c:release_signature(rec.lane_id, waiting.signature(rec))
@@ -164,7 +164,7 @@ function claiming.leave_to_others(c, id, rec, worker, key)
   waiting.ring(c, rec)
 end
 
--- Claims one candidate if possible; true if it cannot be claimed now but stays in its index.
+-- Claims one candidate if possible. True if it cannot be claimed now and stays in its index.
 local function consider(c, want, offered, id, key, rows, rec)
   rec = rec or record.read(c, id)
   -- A new execution without a time limit has no other field that a claim computes with.
@@ -205,9 +205,9 @@ local function consider(c, want, offered, id, key, rows, rec)
   if want.bytes >= MAX_BYTES then want.max = #rows end
 end
 
--- Considers the best candidates, `limit` of each index, of one namespace after the other: the one in
--- turn gets one lease or admission, or has nothing more. Returns how many claimable ones are left in indexes seen
--- whole, the indexes that may hold more, and how many of each cannot be claimed now.
+-- Considers the best candidates, `limit` of each index. Namespaces take turns; a turn is one lease or
+-- one candidate for admission. Returns how many claimable ones are left in indexes seen whole, the
+-- indexes that may hold more, and how many of each cannot be claimed now.
 local function look(c, want, offered, limit, rows)
   local queues, crowded = offers.candidates(c, want, offered, limit)
   local left, stuck, turn = 0, {}, 1
@@ -327,9 +327,9 @@ end
 
 local function trace_of(want) return string.sub(want.lease_prefix, 1, TRACE) end
 
--- What an earlier call with the same request claimed; nil if this is the first one. A call that
--- ended something is. One that was to end something and did not may repeat one that did: only the
--- worker's leases tell.
+-- What an earlier call with the same request claimed; nil if this is the first. A call that ended
+-- something is the first. A call that should have ended something and did not may be a repeat: only
+-- the worker's leases tell.
 local function earlier(c, want)
   if c.ended then return nil end
   if want.awake then
@@ -401,6 +401,7 @@ function claiming.many(c, want)
   c:flush()
   remember(want, rows)
   for key in pairs(crowded) do left = left + server.call('ZCARD', key) - (stuck[key] or 0) end
+  if left == 0 and want.unseen then left = 1 end
   -- A worker that claims while it ends attempts was awake before; others were woken then.
   if left > 0 and (#rows > 0 or want.needing) and not want.awake then ring_for_rest(c, want, crowded) end
   return rows, left, want.unknown
@@ -413,6 +414,6 @@ function claiming.wanted(args, first)
     ttl = tonumber(args[first + 3]), max = tonumber(args[first + 4]),
     lease_prefix = args[first + 5], attempt_prefix = args[first + 6],
     most_looked = offers.MAX_LOOKED, bytes = 0, plain = nil, suffix = nil, awake = nil, unknown = nil,
-    spaces = nil, rest = nil, memo = nil, known = nil, needing = nil, admitted = nil,
+    spaces = nil, unseen = nil, rest = nil, memo = nil, known = nil, needing = nil, admitted = nil,
   }
 end

@@ -39,9 +39,9 @@ function workers.forget(tag, instance)
   return worker_id, workers.undrain(tag, instance)
 end
 
--- The marks of a process in a partition: until when it gets nothing of each namespace. Processes of
--- several namespaces may have the same instance id; a drain concerns only the work that its own one
--- serves.
+-- The marks of a process in a partition: until when it gets no work of each namespace. Processes of
+-- different namespaces may share an instance id; a drain concerns only the namespaces that the drained
+-- one serves.
 local function marks_of(c, instance)
   local marks = {}
   local stored = server.call('HGET', K.index(c.tag, 'draining'), instance) or ''
@@ -51,7 +51,7 @@ local function marks_of(c, instance)
   return marks
 end
 
--- The namespaces of which a process gets nothing here; nil if there are none.
+-- The namespaces whose work a process does not get here; nil if there are none.
 function workers.drained_in(c, worker)
   local marks = marks_of(c, record.instance_of(worker))
   return next(marks) and marks
@@ -63,7 +63,7 @@ function workers.is_drained(c, worker, rec)
   return marks and (marks['*'] or marks[rec.namespace])
 end
 
--- Gives a process nothing more of these namespaces (separated by spaces), or gives it again.
+-- Refuses a process the work of these namespaces (separated by spaces), or allows it again.
 function workers.mark(c, instance, namespaces, refuse)
   local key, marks, stored = K.index(c.tag, 'draining'), marks_of(c, instance), {}
   for namespace in string.gmatch(namespaces, '%S+') do
