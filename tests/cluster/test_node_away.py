@@ -6,26 +6,40 @@ import asyncio
 import math
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 
+from flowfabric.core.contracts.executions import Completed
+from flowfabric.core.contracts.leases import Renewed
 from flowfabric.core.errors import TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.http.address import ServerAddress
+from flowfabric.engine.http.backend import HttpBackend
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.scheduler.claim_desk import ClaimDesk
+from flowfabric.sdk.runtime import Handler
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
+from flowfabric.server.process import ServerProcess
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.cluster import slot_of
 from tests.support.cluster import TestCluster
+from tests.support.engine import Engine
+from tests.support.http_engine import serving as over_server
 from tests.support.scanning import QUICK, running
 from tests.support.sdk import config, opener, serving, state, submit, until
 
 COUNTS = PartitionCounts(flow=12)
+REQUEST = ClaimRequest("default", "w", "w-1")
 SOON_S = 3.0
 """Less than a call waits for a server that hangs (5 s) or cannot be reached (10 s)."""
 
@@ -50,9 +64,13 @@ def partitions(cluster: TestCluster, node: int) -> list[int]:
     return [n for n in range(COUNTS.flow) if cluster.owner(slot_of(f"{{fp:{n}}}")) == node]
 
 
+def served_node(cluster: TestCluster) -> int:
+    return (away(cluster) + 1) % 3
+
+
 def served(cluster: TestCluster) -> int:
     """A partition on another node."""
-    return partitions(cluster, (away(cluster) + 1) % 3)[0]
+    return partitions(cluster, served_node(cluster))[0]
 
 
 async def leave(cluster: TestCluster, how: str) -> None:
@@ -107,6 +125,130 @@ async def test_a_worker_runs_what_is_elsewhere(
         assert worker.claims.free == 2
 
 
+@asynccontextmanager
+async def remote_worker(
+    engine: Engine, handler: Handler
+) -> AsyncGenerator[tuple[Worker, ServerProcess]]:
+    """A worker that claims through a server."""
+    async with over_server(engine) as server:
+        host, port = server.address
+        connect = partial(HttpBackend.connect, ServerAddress(host=host, port=port))
+        async with (
+            await Worker.connect(config(max_concurrent_tasks=3), connect) as worker,
+            serving(worker, {"job": handler}),
+        ):
+            yield worker, server
+
+
+@pytest.mark.parametrize("how", ["hangs", "dies"])
+async def test_a_remote_worker_runs_what_is_elsewhere(
+    engine: Engine, cluster: TestCluster, how: str
+) -> None:
+    ran, held, end = asyncio.Queue[str](), asyncio.Event(), asyncio.Event()
+    partition, lost = served(cluster), partitions(cluster, away(cluster))
+    (stuck,) = await submit(engine.backend, partition=lost[0])
+    (first,) = await submit(engine.backend, partition=partition)
+
+    async def handler(task: ClaimedTask) -> None:
+        if task.execution_id == stuck:
+            held.set()
+            await end.wait()
+        ran.put_nowait(task.execution_id)
+
+    async with remote_worker(engine, handler) as (_, server):
+        assert await ran.get() == first
+        await held.wait()
+        await leave(cluster, how)
+        try:
+            # Its completion cannot be stored, and there are hints at partitions on that node.
+            end.set()
+            assert await ran.get() == stuck
+            for offer in server.app.services.remote.desk._offers.values():
+                for number in lost:
+                    offer.lanes["default"].add(f"{{fp:{number}}}")
+            # Each claim stores a note on a node of its own.
+            for _ in range(8):
+                (execution_id,) = await submit(engine.backend, partition=partition)
+                async with asyncio.timeout(SOON_S):
+                    assert await ran.get() == execution_id
+                    await until(lambda each=execution_id: is_in(engine, each, "completed"))
+        finally:
+            await come_back(cluster, how)
+        if how == "hangs":
+            await until(lambda: is_in(engine, stuck, "completed"), timeout=20)
+        assert ran.empty()
+
+
+async def test_a_claim_gets_what_a_slow_server_answers_late(
+    engine: Engine, cluster: TestCluster
+) -> None:
+    lost = partitions(cluster, away(cluster))[0]
+    (execution_id,) = await submit(engine.backend, partition=lost)
+    desk = ClaimDesk(engine.backend)
+    await leave(cluster, "hangs")
+    try:
+        desk.offer(["default"], "", None, "w-1").lanes["default"].add(f"{{fp:{lost}}}")
+        claiming = asyncio.create_task(desk.claim({"default": REQUEST}, 1, 30.0))
+        await until(lambda: desk.waiting > 0, "a claim that waits")
+    finally:
+        await come_back(cluster, "hangs")
+    found = await claiming
+    assert [claim.execution_id for claim in found.claims] == [execution_id]
+    await desk.aclose()
+
+
+async def test_what_comes_after_the_answer_is_given_back(
+    engine: Engine, cluster: TestCluster
+) -> None:
+    lost = partitions(cluster, away(cluster))[0]
+    (late,) = await submit(engine.backend, partition=lost)
+    (soon,) = await submit(engine.backend, partition=served(cluster))
+    desk = ClaimDesk(engine.backend)
+    await leave(cluster, "hangs")
+    try:
+        lane = desk.offer(["default"], "", None, "w-1").lanes["default"]
+        lane.add(f"{{fp:{lost}}}")
+        lane.add(soon.tag)
+        async with asyncio.timeout(SOON_S):
+            found = await desk.claim({"default": REQUEST}, 2)
+        assert [claim.execution_id for claim in found.claims] == [soon]
+    finally:
+        await come_back(cluster, "hangs")
+    await until(lambda: was_released(engine, late), "the release", 20)
+    await desk.aclose()
+
+
+@pytest.mark.parametrize("how", ["hangs", "dies"])
+async def test_a_batch_renews_and_completes_what_is_elsewhere(
+    engine: Engine, cluster: TestCluster, how: str
+) -> None:
+    numbers = [partitions(cluster, away(cluster))[0], *partitions(cluster, served_node(cluster))]
+    for number in numbers:
+        await submit(engine.backend, partition=number)
+    claims = [
+        claim
+        for number in numbers
+        for claim in (await engine.backend.claims.claim_many(REQUEST, f"{{fp:{number}}}", 1)).claims
+    ]
+    handles = [claim.handle for claim in claims]
+    await leave(cluster, how)
+    try:
+        async with asyncio.timeout(SOON_S):
+            lost, *renewed = await engine.backend.leases.renew_many(handles)
+        assert isinstance(lost, TransportError)
+        assert all(isinstance(each, Renewed) for each in renewed)
+        async with asyncio.timeout(SOON_S):
+            lost, *completed = await engine.backend.executions.complete_many(
+                [Completion(handle) for handle in handles]
+            )
+        assert isinstance(lost, TransportError)
+        assert all(isinstance(each, Completed) for each in completed)
+        with pytest.raises(TransportError):
+            await engine.backend.leases.renew_many(handles[:1])
+    finally:
+        await come_back(cluster, how)
+
+
 async def test_known_places_take_work_without_the_registry(
     backend: ValkeyBackend, cluster: TestCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,9 +280,8 @@ async def test_a_search_finds_what_is_elsewhere(
         await come_back(cluster, "hangs")
 
 
-async def test_scanners_do_what_is_due_elsewhere(
-    backend: ValkeyBackend, cluster: TestCluster
-) -> None:
+async def test_scanners_do_what_is_due_elsewhere(engine: Engine, cluster: TestCluster) -> None:
+    backend = engine.backend
     partition = served(cluster)
     for each in (*partitions(cluster, away(cluster)), partition):
         await submit(backend, partition=each)
@@ -150,7 +291,7 @@ async def test_scanners_do_what_is_due_elsewhere(
         await leave(cluster, "hangs")
         try:
             (delayed,) = await submit(backend, partition=partition, delay_ms=200)
-            await until(lambda: is_waiting(backend, delayed), "the end of the delay", 8)
+            await until(lambda: is_in(engine, delayed, "waiting"), "the end of the delay", 8)
         finally:
             await come_back(cluster, "hangs")
         await until(
@@ -158,5 +299,10 @@ async def test_scanners_do_what_is_due_elsewhere(
         )
 
 
-async def is_waiting(backend: ValkeyBackend, execution_id: ExecutionId) -> bool:
-    return await state(backend, execution_id) == "waiting"
+async def is_in(engine: Engine, execution_id: ExecutionId, name: str) -> bool:
+    return await state(engine.backend, execution_id) == name
+
+
+async def was_released(engine: Engine, execution_id: ExecutionId) -> bool:
+    info = await engine.backend.reads.read_execution_info(execution_id)
+    return info.total_attempt_count == 1 and await is_in(engine, execution_id, "waiting")

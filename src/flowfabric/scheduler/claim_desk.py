@@ -26,7 +26,9 @@ from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.api.places import WorkPlace
 from flowfabric.scheduler.admission import Admissions
 from flowfabric.scheduler.claims import SharedHints, WorkerClaims
+from flowfabric.scheduler.giving_back import give_back
 from flowfabric.scheduler.hints import LaneRotation, sweep
+from flowfabric.scheduler.visits import Visits
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,8 @@ _LISTEN_S = 2.0
 _IDLE_S = 60.0
 """How long hints and the doorbell are kept for workers that do not wait now."""
 _PAUSES_S = (0.05, 1.0)
+_PROMPT_S = 0.5
+"""How long a claim that need not wait waits for a slow server if it found nothing elsewhere."""
 _SWEPT_LANES = 2
 _MOST_BELLS = 256
 """How many doorbells may be open; each has a connection. Workers with yet another offer sweep every
@@ -52,6 +56,8 @@ class Look(NamedTuple, Generic[T]):
     """Whether there is nothing to wait for."""
     refused: bool = False
     """Whether the worker gets nothing, so that a ring is for another one."""
+    slow: Sequence[asyncio.Future[Any]] = ()
+    """Parts of the search that were not waited for: look again when one is done."""
 
 
 class DeskClaims(msgspec.Struct, frozen=True):
@@ -95,13 +101,19 @@ class ClaimDesk:
         The wait also ends when `given_up` is done, and when the desk closes. The engine derives the
         ids of the leases from the request ids.
         """
-        first = next(iter(requests.values()))
+        first, began = next(iter(requests.values())), time.monotonic()
+        asked_at: list[float] = []
+
+        def note(claim: Claim, since: float) -> Claim:
+            asked_at.append(since)
+            return claim
+
         offer = self.offer(
             *(requests, first.capabilities, first.namespaces, first.worker_instance_id)
         )
-        shared = SharedHints(offer.lanes, self._admissions)
+        shared = SharedHints(offer.lanes, self._admissions, offer.visits)
         claims = WorkerClaims(
-            *(self._backend, requests, _as_it_is, wanted, _LISTEN_S),
+            *(self._backend, requests, note, wanted, _LISTEN_S),
             quiet=True,
             shared=shared,
             new_request_id=new_request_id,
@@ -111,11 +123,16 @@ class ClaimDesk:
             found = await claims.claim_many(wanted)
             # Report a task that the worker does not know at once.
             is_last = bool(claims.draining or claims.left_to_others)
-            return Look(found, is_last=is_last, refused=claims.draining)
+            return Look(found, is_last, claims.draining, claims.slow)
 
-        found, waited_s = await self.serve(offer, look, wait_s, given_up)
+        try:
+            found = await self.serve(offer, look, wait_s, given_up)
+        finally:
+            if late := claims.answer():
+                handles = [claim.handle for claim in late]
+                claims.in_background(give_back, self._backend, handles)
         unknown = tuple(sorted(claims.left_to_others))
-        return DeskClaims(found, claims.draining, unknown, waited_s)
+        return DeskClaims(found, claims.draining, unknown, min(asked_at, default=began) - began)
 
     async def serve(
         self,
@@ -123,8 +140,8 @@ class ClaimDesk:
         look: Callable[[], Awaitable["Look[T]"]],
         wait_s: float,
         given_up: asyncio.Future[Any] | None,
-    ) -> tuple[T, float]:
-        """What `look` finds now or after a ring, and how long after the call it was asked.
+    ) -> T:
+        """What `look` finds now or after a ring.
 
         A look under way is never cut short: what it finds would be lost.
         """
@@ -140,17 +157,21 @@ class ClaimDesk:
         look: Callable[[], Awaitable["Look[T]"]],
         wait_s: float,
         given_up: asyncio.Future[Any] | None,
-    ) -> tuple[T, float]:
-        began = asked_at = time.monotonic()
+    ) -> T:
+        ends_at = time.monotonic() + wait_s
         seen = await look()
+        if seen.slow:
+            ends_at = max(ends_at, time.monotonic() + _PROMPT_S)
         while not (seen.found or seen.is_last or self.closed):
-            left = began + wait_s - time.monotonic()
+            left = ends_at - time.monotonic()
             if left <= 0 or (given_up is not None and given_up.done()):
                 break
-            place = await offer.ring(left, given_up)
+            ends = seen.slow if given_up is None else (*seen.slow, given_up)
+            place = await offer.ring(left, ends)
             if place is None:
+                if any(part.done() for part in seen.slow):
+                    seen = await look()
                 continue
-            asked_at = time.monotonic()
             try:
                 seen = await look()
             except BaseException:
@@ -162,7 +183,7 @@ class ClaimDesk:
                 await offer.pass_on(place)
         if seen.found:
             offer.wake_for_rest()
-        return seen.found, asked_at - began
+        return seen.found
 
     def offer(
         self, lanes: Iterable[str], offered: str, namespaces: Sequence[str] | None, instance: str
@@ -195,10 +216,6 @@ class ClaimDesk:
         await self._admissions.aclose()
 
 
-def _as_it_is(claim: Claim, _since: float) -> Claim:
-    return claim
-
-
 class Bells:
     """How many more doorbells may be opened."""
 
@@ -228,6 +245,7 @@ class SharedOffer:
         self._wanted = asyncio.Event()
         self._listener: asyncio.Task[None] | None = None
         self._bell = backend.wakeups.listen(lanes)
+        self.visits = Visits(self._returned) if self._bell.many_servers else None
         self._passed: dict[WorkPlace, float] = {}
 
     @property
@@ -245,17 +263,16 @@ class SharedOffer:
         if self._listener is not None:
             self._listener.cancel()
 
-    async def ring(self, seconds: float, given_up: asyncio.Future[Any] | None) -> WorkPlace | None:
-        """Wait in turn for a place that may hold work; None after `seconds` or when given up."""
+    async def ring(self, seconds: float, ends: Iterable[asyncio.Future[Any]]) -> WorkPlace | None:
+        """Wait in turn for a place that may hold work; None after `seconds` or when one ends."""
         waiter: asyncio.Future[WorkPlace | None] = asyncio.get_running_loop().create_future()
         self.waiters.append(waiter)
         self._wanted.set()
         if self._listener is None:
             self._listener = asyncio.create_task(self._listen(), name="ff-claim-desk")
-        others = () if given_up is None else (given_up,)
         try:
             await asyncio.wait(
-                (waiter, *others), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+                (waiter, *ends), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
             )
         except BaseException:
             if waiter.done() and (place := waiter.result()) is not None:
@@ -276,6 +293,12 @@ class SharedOffer:
             if not waiter.done():
                 waiter.set_result(place)
                 return
+
+    def _returned(self, visit: asyncio.Task[Any]) -> None:
+        if not visit.cancelled() and (error := visit.exception()) is not None:
+            log.debug("a claim failed: %s", error)
+        # It may have hinted at its place again.
+        self.wake_for_rest()
 
     def wake_for_rest(self) -> None:
         """Wake another worker if a claim left work."""
@@ -361,3 +384,6 @@ class SharedOffer:
         if (listener := self._listener) is not None:
             listener.cancel()
             await asyncio.wait([listener])
+        if self.visits is not None:
+            self.visits.cancel()
+            await self.visits.wait()

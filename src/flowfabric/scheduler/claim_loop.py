@@ -6,7 +6,6 @@ import math
 import random
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from flowfabric.core.backoff import Backoff
@@ -15,14 +14,13 @@ from flowfabric.engine.api.places import WorkPlace
 from flowfabric.engine.outage import is_permanent
 from flowfabric.scheduler.claims import WorkerClaims
 from flowfabric.scheduler.hints import LaneHints, sweep
+from flowfabric.scheduler.visits import Visits
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _FIRST_PAUSE_S = 0.05
-_SLOW_S = 0.05
-"""After how long a claim no longer holds up those from the partitions of other servers."""
 _LAST_CLAIM_PAUSE_S = 5.0
 _LAST_LISTEN_PAUSE_S = 1.0
 _SWEPT_LANES = 2
@@ -52,8 +50,7 @@ class ClaimLoop(Generic[T]):
         self._listening = False
         self._rung: set[WorkPlace] = set()
         self._passed: dict[WorkPlace, float] = {}
-        self._away: dict[WorkPlace, asyncio.Task[None]] = {}
-        """The visits under way: at most one is waited for, the others are slow or pause."""
+        self._visits = Visits(self._returned)
         self._backoffs: dict[WorkPlace, Backoff] = {}
         """Where the last claim failed."""
         self._fatal: BaseException | None = None
@@ -94,19 +91,17 @@ class ClaimLoop(Generic[T]):
                     await self._wake.wait()
                     continue
                 lane, tag = found
-                if (lane.lane_id, tag) in self._away:
+                if (lane.lane_id, tag) in self._visits:
                     # The visit under way hints at it again when it ends.
                     lane.claimed(tag, more=False)
                     continue
                 await self._visit(lane, tag)
         except BaseException:
-            for visit in self._away.values():
-                visit.cancel()
+            self._visits.cancel()
             raise
         finally:
             # What they claim is still started.
-            if self._away:
-                await asyncio.wait(self._away.values())
+            await self._visits.wait()
 
     def _goes_on(self) -> bool:
         if self._fatal is not None:
@@ -120,20 +115,12 @@ class ClaimLoop(Generic[T]):
             await self._claim(lane, tag)
             return
         place = lane.lane_id, tag
-        visit = asyncio.create_task(self._claim(lane, tag))
-        self._away[place] = visit
-        visit.add_done_callback(partial(self._returned, place))
-        try:
-            done, _ = await asyncio.wait([visit], timeout=_SLOW_S)
-        except asyncio.CancelledError:
-            visit.cancel()
-            raise
-        if not done:
+        visit = await self._visits.begin(place, self._claim(lane, tag))
+        if not visit.done():
             self._claims.lend(place)
             lane.claimed(tag, more=False)
 
-    def _returned(self, place: WorkPlace, visit: asyncio.Task[None]) -> None:
-        del self._away[place]
+    def _returned(self, visit: asyncio.Task[None]) -> None:
         if not visit.cancelled():
             self._fatal = visit.exception() or self._fatal
         self._wake.set()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from flowfabric.core.backoff import Backoff
 from flowfabric.core.contracts.leases import Candidate, ClaimedMany
@@ -15,11 +15,13 @@ from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.api.executions import End, EndOutcome
 from flowfabric.engine.api.places import WorkPlace
+from flowfabric.engine.outage import Outage
 from flowfabric.scheduler.admission import Admissions
 from flowfabric.scheduler.cycles import measure_cycle, measured
 from flowfabric.scheduler.giving_back import give_back
 from flowfabric.scheduler.hints import LaneHints, LaneRotation, sweep
 from flowfabric.scheduler.permits import ClaimPermits
+from flowfabric.scheduler.visits import Visits
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,8 @@ class SharedHints(NamedTuple):
 
     lanes: LaneRotation
     admissions: Admissions
+    visits: Visits | None = None
+    """In a cluster: the visits of all who share this."""
 
 
 @dataclass(eq=False)
@@ -64,7 +68,9 @@ class WorkerClaims(ClaimPermits[T]):
             instance = next(iter(self.requests.values())).worker_instance_id
             lanes = LaneRotation(self.requests, self.backend.counts, instance, self.weights)
             shared = SharedHints(lanes, Admissions(self.backend))
-        self.lanes, self.admissions = shared
+        self.lanes, self.admissions, self._visits = shared
+        self._slow: list[asyncio.Task[list[T]]] = []
+        self._answered = False
         self._unanswered: dict[WorkPlace, list[tuple[str, float]]] = {}
         """Requests that may have claimed something, and since when, by lane and partition."""
         self.claim_from = (
@@ -81,8 +87,9 @@ class WorkerClaims(ClaimPermits[T]):
     async def claim_many(self, wanted: int) -> list[T]:
         """Claim up to `wanted` executions of all lanes; empty without work or permits."""
         wanted = 0 if self.draining else min(wanted, self.free)
-        tasks: list[T] = []
         self._fault = None
+        if tasks := self._arrived():
+            return tasks
         try:
             for lane in self.lanes.in_turn():
                 if len(tasks) < wanted:
@@ -92,7 +99,7 @@ class WorkerClaims(ClaimPermits[T]):
             # The fault must not lose what was claimed before it.
             if not tasks:
                 raise
-        if self._fault is not None and not tasks:
+        if self._fault is not None and not tasks and self._visits is None:
             raise self._fault
         return tasks
 
@@ -122,12 +129,71 @@ class WorkerClaims(ClaimPermits[T]):
             await bell.aclose()
         return []
 
+    @property
+    def slow(self) -> Sequence[asyncio.Future[Any]]:
+        """The visits that `claim_many` did not wait for; call it again when one is done."""
+        return self._slow
+
+    def answer(self) -> list[T]:
+        """Claim nothing more; returns what slow visits claimed. What they still claim goes back."""
+        self._answered, self.free = True, 0
+        return self._arrived()
+
+    def _arrived(self) -> list[T]:
+        """What slow visits claimed."""
+        done = [visit for visit in self._slow if visit.done()]
+        self._slow = [visit for visit in self._slow if visit not in done]
+        kept = (visit for visit in done if not visit.cancelled() and visit.exception() is None)
+        return [task for visit in kept for task in visit.result()]
+
     async def _visit(self, lane: LaneHints, wanted: int) -> list[T]:
         while True:
-            tasks = await lane.visit(list(lane.hinted), wanted, self.claim_from)
+            if self._visits is None:
+                tasks = await lane.visit(list(lane.hinted), wanted, self.claim_from)
+            else:
+                tasks = await self._visit_each(lane, wanted, self._visits)
             # A visit may only have found work that it left to others.
             if tasks or not lane.hinted or not self.free:
                 return tasks
+
+    async def _visit_each(self, lane: LaneHints, wanted: int, visits: Visits) -> list[T]:
+        """Visit the hinted partitions, but let no server that is slow or away hold up the others.
+
+        One visit at a time goes to a partition, and hints at it again when it ends.
+        """
+        tasks: list[T] = []
+        for tag in list(lane.hinted):
+            if len(tasks) >= wanted:
+                break
+            place = lane.lane_id, tag
+            if place in visits:
+                lane.claimed(tag, more=False)
+                continue
+            visit = await visits.begin(place, self._claim_at_last(lane, tag, wanted - len(tasks)))
+            if visit.done():
+                tasks += visit.result()
+            else:
+                self.lend(place)
+                lane.claimed(tag, more=False)
+                self._slow.append(visit)
+        return tasks
+
+    async def _claim_at_last(self, lane: LaneHints, tag: str, wanted: int) -> list[T]:
+        """A visit that repeats what may have claimed something when its server is back."""
+        backoff, ttl_ms = Backoff(*_PAUSES_S), self.requests[lane.lane_id].lease_ttl_ms
+        lapses_at = time.monotonic() + ttl_ms / 1000
+        while True:
+            try:
+                return await lane.visit([tag], wanted, self.claim_from)
+            except EngineError as error:
+                if not Outage.causes(error):
+                    raise
+                log.debug("cannot claim from %s: %s", tag, error)
+                await asyncio.sleep(backoff.jittered_s())
+            unanswered = (lane.lane_id, tag) in self._unanswered
+            if not unanswered or time.monotonic() >= lapses_at:
+                lane.add(tag)
+                return []
 
     async def _sweep_when_due(self, lane: LaneHints) -> None:
         if not lane.hinted or time.monotonic() - lane.swept_at >= self.poll_s:
@@ -138,12 +204,12 @@ class WorkerClaims(ClaimPermits[T]):
         """Claim from one lane and partition; the tasks, and whether to ask again at once."""
         if self.draining:
             return [], False
-        reserved = self.reserve(max_n)
+        reserved = max_n if self._answered else self.reserve(max_n)
         if not reserved:
             return [], True
         request_id, since, repeats = self._request(lane_id, tag)
         tasks: list[T] = []
-        hold = _PermitHold((lane_id, tag), reserved)
+        hold = _PermitHold((lane_id, tag), 0 if self._answered else reserved)
         self._holds.add(hold)
         self._claiming.add((lane_id, tag))
         try:

@@ -44,7 +44,7 @@ class GrantDesk:
             grant = found if isinstance(found, ClaimGrant) else None
             return Look(grant, is_last=draining, refused=draining)
 
-        grant, _ = await self._desk.serve(offer, look, wait_s, given_up)
+        grant = await self._desk.serve(offer, look, wait_s, given_up)
         if draining and wait_s:
             await asyncio.wait((given_up,), timeout=min(wait_s, _DRAIN_PAUSE_S))
         if grant is not None and given_up.done():

@@ -6,8 +6,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard, cast
 
 import msgspec
 
@@ -35,6 +35,8 @@ _POLL_S = 25.0
 _PAUSES_S = (0.1, 2.0)
 _SENDERS = 2
 """Completing calls under way at a time; what ends meanwhile goes into the next one."""
+_SLOW_S = 1.0
+"""After how long such a call no longer holds up the others: a partition's server may be away."""
 _MAX_BYTES = 4_194_304
 _Claimed = Callable[[], list[ClaimedTask]]
 
@@ -56,6 +58,7 @@ class _Ended:
     items: Sequence[End]
     may_repeat: Callable[[], bool]
     outcome: asyncio.Future[tuple[list[EndOutcome], _Claimed]]
+    backoff: Backoff = field(default_factory=lambda: Backoff(*_PAUSES_S))
 
     @property
     def failed(self) -> bool:
@@ -76,6 +79,7 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
         self._unanswered: dict[str, float] = {}
         self._ended: deque[_Ended] = deque()
         self._senders: set[asyncio.Task[None]] = set()
+        self._sending: set[asyncio.Task[None]] = set()
 
     def offer(self, capabilities: Iterable[str], tasks: Iterable[str], *, no_others: bool) -> None:
         """Set what the next claims offer; a claim that waits is made again."""
@@ -196,26 +200,34 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
         self, items: Sequence[End], may_repeat: Callable[[], bool]
     ) -> tuple[list[EndOutcome], _Claimed]:
         ended = _Ended(items, may_repeat, asyncio.get_running_loop().create_future())
+        self._add(ended)
+        return await ended.outcome
+
+    def _add(self, ended: _Ended) -> None:
         self._ended.append(ended)
         if len(self._senders) < _SENDERS:
             sender = asyncio.create_task(self._send_all())
             self._senders.add(sender)
             sender.add_done_callback(self._senders.discard)
-        return await ended.outcome
 
     async def _send_all(self) -> None:
         # Let other tasks of this tick end, too.
         await asyncio.sleep(0)
         while self._ended:
-            batch = self._next_batch()
-            try:
-                await self._send(batch)
-            except BaseException as error:
-                for ended in batch:
-                    if not ended.outcome.done():
-                        ended.outcome.set_exception(error)
-                if not isinstance(error, EngineError):
-                    raise
+            sending = asyncio.create_task(self._send(self._next_batch()))
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
+            await asyncio.wait([sending], timeout=_SLOW_S)
+
+    async def _send(self, batch: list[_Ended]) -> None:
+        try:
+            await self._deliver(batch)
+        except BaseException as error:
+            for ended in batch:
+                if not ended.outcome.done():
+                    ended.outcome.set_exception(error)
+            if not isinstance(error, EngineError):
+                raise
 
     def _next_batch(self) -> list[_Ended]:
         batch = [self._ended.popleft()]
@@ -228,7 +240,7 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
             batch.append(self._ended.popleft())
         return batch
 
-    async def _send(self, batch: list[_Ended]) -> None:
+    async def _deliver(self, batch: list[_Ended]) -> None:
         items = [_item(item) for ended in batch for item in ended.items]
         # Ending these tasks frees their permits, so claim that many.
         room = 0 if self.stopping or self.draining else min(len(items), BATCH)
@@ -247,11 +259,24 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
         def claimed() -> list[ClaimedTask]:
             return self._adopted(answer, since)
 
-        rows = iter(answer.results)
+        rows, stored = iter(answer.results), list[tuple[_Ended, list[EndOutcome]]]()
         for ended in batch:
             outcomes = [self._outcome(next(rows), item) for item in ended.items]
+            if (fault := next(filter(_may_pass, outcomes), None)) and ended.may_repeat():
+                self.in_background(self._end_later, ended, fault)
+            else:
+                stored.append((ended, outcomes))
+        for ended, outcomes in stored:
             # The last to be resumed: by then, all tasks that ended have released their permits.
-            ended.outcome.set_result((outcomes, claimed if ended is batch[-1] else list))
+            ended.outcome.set_result((outcomes, claimed if ended is stored[-1][0] else list))
+        if not stored:
+            unused = [each.claim.handle for each in answer.claims]
+            self.in_background(give_back, self.backend, unused)
+
+    async def _end_later(self, ended: _Ended, fault: TransportError) -> None:
+        """Send again what was refused because its partition's server is away."""
+        await self.wait_to_store(fault, ended.backoff)
+        self._add(ended)
 
     def _outcome(self, row: Row, item: End) -> EndOutcome:
         if not isinstance(item, FailedAttempt):
@@ -297,6 +322,11 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
         """Give back what was claimed and never answered."""
         await self.give_back_unanswered()
         await super().aclose()
+
+
+def _may_pass(outcome: EndOutcome) -> TypeGuard[TransportError]:
+    """Whether a repeat may store what was refused."""
+    return isinstance(outcome, TransportError) and outcome.retryable
 
 
 def _size(items: Sequence[End]) -> int:

@@ -262,3 +262,4 @@ class RemoteDesk:
     async def aclose(self) -> None:
         """Answer every long poll with nothing."""
         await self.desk.aclose()
+        await self.fleet.aclose()

@@ -1,6 +1,11 @@
 """Workers elsewhere, which their calls register and keep alive (04 §9)."""
 
+import asyncio
+import logging
 import time
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -8,8 +13,12 @@ from flowfabric.core.ids import new_uuid
 from flowfabric.core.partition import solo_partition
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.workers import Heartbeat
+from flowfabric.engine.outage import Outage
 from flowfabric.scheduler.routes import release_routes
 
+log = logging.getLogger(__name__)
+
+_PROMPT_S = 0.5
 _MAX_KNOWN = 10_000
 _LEAST_LIVENESS_MS = 60_000
 """Longer than two of the longest polls: a worker that waits is alive."""
@@ -47,16 +56,51 @@ class RemoteFleet:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._known: dict[tuple[str, str], _Known] = {}
+        self._renewing: dict[tuple[str, str], asyncio.Task[Heartbeat | None]] = {}
 
     async def claims(self, worker: RemoteWorker) -> None:
         """A worker claims: register it, unless it was lately."""
-        known = self._known.get((worker.namespace, worker.worker_instance_id))
-        if (
-            known is None
-            or known.worker != worker
-            or (_is_due(known) and await self._beat(known) is None)
-        ):
-            await self._register(worker)
+        key = worker.namespace, worker.worker_instance_id
+        known = self._known.get(key)
+        if known is None or known.worker != worker:
+            await self._soon(key, self._register(worker))
+        elif _is_due(known):
+            await self._soon(key, self._beat_or_register(known))
+
+    async def _beat_or_register(self, known: _Known) -> Heartbeat | None:
+        beat = await self._beat(known)
+        if beat is None:
+            await self._register(known.worker)
+        return beat
+
+    async def _soon(
+        self, key: tuple[str, str], renewing: Coroutine[Any, Any, Heartbeat | None]
+    ) -> Heartbeat | None:
+        """What renewing a registration returns; None if it takes long or meets an outage.
+
+        No claim and no lease depends on it.
+        """
+        if key in self._renewing:
+            renewing.close()
+            return None
+        task = self._renewing[key] = asyncio.create_task(renewing)
+        task.add_done_callback(partial(self._renewed, key))
+        done, _ = await asyncio.wait([task], timeout=_PROMPT_S)
+        if not done or ((error := task.exception()) is not None and Outage.causes(error)):
+            return None
+        return task.result()
+
+    def _renewed(self, key: tuple[str, str], task: asyncio.Task[Heartbeat | None]) -> None:
+        del self._renewing[key]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.debug("cannot renew the registration of %s: %s", key[1], error)
+
+    async def aclose(self) -> None:
+        """Stop renewing registrations."""
+        if tasks := list(self._renewing.values()):
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
     async def starts(self, worker: RemoteWorker, request_id: str | None) -> None:
         """A worker starts: register it, unless another one with its instance id is alive.
@@ -83,9 +127,10 @@ class RemoteFleet:
         if known is not None and not _is_due(known):
             return False
         if known is None:
-            beat = await self._backend.workers.heartbeat_worker(instance, namespace)
+            beating = self._backend.workers.heartbeat_worker(instance, namespace)
         else:
-            beat = await self._beat(known)
+            beating = self._beat(known)
+        beat = await self._soon((namespace, instance), beating)
         return beat is not None and beat.draining
 
     async def leaves(self, worker: RemoteWorker) -> None:

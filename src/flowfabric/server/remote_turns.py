@@ -6,13 +6,15 @@ after the claim.
 """
 
 import asyncio
+import contextlib
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from flowfabric.core.contracts.leases import Claim
-from flowfabric.core.errors import NotFoundError, invalid_input
+from flowfabric.core.errors import NotFoundError, TransportError, invalid_input
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.claims import ClaimRequest
@@ -25,6 +27,9 @@ and the engine numbers the leases of a call with the rest."""
 _CALL = slice(32)
 """What the ids of leases from one call have in common."""
 _RELEASED = b"released"
+_PROMPT_S = 0.25
+_AWAY_S = 5.0
+"""For how long to prefer other nodes than one that has not answered."""
 _MOST_TURNS = 128
 """How many requests may have one id. Each looks at the notes of all before it."""
 
@@ -52,13 +57,14 @@ class RemoteTurns:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._away: dict[str, float] = {}
 
     async def take(
         self, name: str, ttl_ms: int, requests: Mapping[str, ClaimRequest]
     ) -> tuple[Turn, list[Claim]]:
         """Take the next turn under this name; also what the turns before it claimed."""
         notes, mine = self._backend.notes, new_uuid().encode()
-        found = await notes.claim_note(name, mine, ttl_ms)
+        name, found = await self._first(name, mine, ttl_ms)
         # A repeat of our own command after a lost reply finds our own note.
         turn = Turn((mine if found is None else found).decode()[_SEED], 0, ttl_ms)
         if found in (None, mine):
@@ -79,6 +85,22 @@ class RemoteTurns:
             await give_back(self._backend, [claim.handle for claim in claims])
             return turn, []
         return turn, claims
+
+    async def _first(self, name: str, mine: bytes, ttl_ms: int) -> tuple[str, bytes | None]:
+        """The name of the first note, and what it holds.
+
+        In a cluster, its node may be away: another name then leads to another one. If the node
+        comes or goes between a request and its repeat, the leases of the request expire.
+        """
+        now, notes = time.monotonic(), self._backend.notes
+        names = notes.names_by_node(name).items()
+        *others, (_, last) = sorted(names, key=lambda each: self._away.get(each[0], 0.0) > now)
+        for node, other in others:
+            with contextlib.suppress(TimeoutError, TransportError):
+                async with asyncio.timeout(_PROMPT_S):
+                    return other, await notes.claim_note(other, mine, ttl_ms)
+            self._away[node] = time.monotonic() + _AWAY_S
+        return last, await notes.claim_note(last, mine, ttl_ms)
 
     async def look(self, name: str, requests: Mapping[str, ClaimRequest]) -> list[Claim]:
         """What the requests under this name claimed; takes no turn."""

@@ -1,5 +1,6 @@
 """Small values that server processes share for a limited time."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from flowfabric.engine.api.concern import Concern
@@ -7,6 +8,10 @@ from flowfabric.engine.api.concern import Concern
 
 class Notes(Concern, Protocol):
     """Small values that server processes share for a limited time."""
+
+    def names_by_node(self, name: str) -> Mapping[str, str]:
+        """For each node a name of a note that is kept there; first this name."""
+        ...
 
     async def claim_note(self, name: str, value: bytes, ttl_ms: int) -> bytes | None:
         """Store a note unless there is one; returns the one that was there, or None."""

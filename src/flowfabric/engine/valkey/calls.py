@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, TypeVar, cast
 
@@ -32,6 +32,7 @@ _MAX_WARNED = 1000
 _U16_DIGITS = 5
 # Calls in flight at a time, so that other work gets in between.
 _PROMPT_S = 0.5
+_APART_S = 1.0
 _IN_FLIGHT = 16
 _FIELDS_AT_ONCE = 500
 S = TypeVar("S", int, str)
@@ -223,6 +224,35 @@ class FunctionCalls:
                 return await answer
         except TimeoutError:
             raise TransportError("timeout", f"no answer within {_PROMPT_S:g} s") from None
+
+    async def by_partition(
+        self, batches: Mapping[str, T], call: Callable[[str, T], Awaitable[object]]
+    ) -> dict[str, TransportError]:
+        """Call with each partition's batch; returns the errors of nodes of a cluster that are away.
+
+        They do not hold up the others. If no partition answers, the first error is raised.
+        """
+        if len(batches) < 2 or not self.transport.is_cluster:
+            for tag, batch in batches.items():
+                await call(tag, batch)
+            return {}
+
+        async def fault(item: tuple[str, T]) -> TransportError | None:
+            try:
+                async with asyncio.timeout(_APART_S):
+                    await call(*item)
+            except TimeoutError:
+                late = f"no answer within {_APART_S:g} s"
+                return TransportError("timeout", late, ambiguous=True)
+            except TransportError as error:
+                return error
+            return None
+
+        found = await at_once(_IN_FLIGHT, fault, batches.items())
+        faults = {tag: error for tag, error in zip(batches, found, strict=True) if error}
+        if len(faults) == len(batches):
+            raise next(iter(faults.values()))
+        return faults
 
     async def read(self, place: str, command: str, key: str | bytes, *args: Arg) -> Any:
         """The reply to one reading command; a key of the wrong type is corruption of `place`."""

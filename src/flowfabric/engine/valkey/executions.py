@@ -196,8 +196,14 @@ class ValkeyExecutions(api.Executions):
     ) -> list[executions.Completed | EngineError]:
         items = check.listed(items, "items")
         outcomes: Outcomes = [None] * len(items)
-        for tag, batch in self.ends(items, outcomes).items():
+        batches = self.ends(items, outcomes)
+
+        async def end(tag: str, batch: tuple[list[int], list[Any]]) -> None:
             await self.end_in(tag, items, *batch, outcomes)
+
+        for tag, fault in (await self._calls.by_partition(batches, end)).items():
+            for position in batches[tag][0]:
+                outcomes[position] = outcomes[position] or fault
         return [
             error
             if isinstance(error, EngineError)

@@ -64,7 +64,8 @@ class ValkeyLeases(Leases):
                 outcomes[position] = error
             else:
                 batches.setdefault(handle.execution_id.tag, []).append(position)
-        for tag, positions in batches.items():
+
+        async def renew(tag: str, positions: list[int]) -> None:
             for part in chunks(positions, _RENEW_BATCH):
                 args: list[Any] = []
                 for position in part:
@@ -77,6 +78,10 @@ class ValkeyLeases(Leases):
                         outcomes[position] = _renewal(answer, handle.execution_id, handle)
                     answered = (handles[position].execution_id for position in part)
                     self._keep_slots(zip(answered, reply[2], strict=True))
+
+        for tag, fault in (await self._calls.by_partition(batches, renew)).items():
+            for position in batches[tag]:
+                outcomes[position] = outcomes[position] or fault
         return outcomes  # pyright: ignore[reportReturnType]
 
     def _keep_slots(self, answers: Iterable[tuple[ExecutionId, Any]]) -> None:

@@ -7,10 +7,19 @@ from flowfabric.engine.api.notes import Notes
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
 
+_OTHER_NAMES = 16
+"""How many names of a note are tried to find other nodes."""
+
 
 class ValkeyNotes(Notes):
     def __init__(self, calls: FunctionCalls) -> None:
         self._calls = calls
+
+    def names_by_node(self, name: str) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for each in (name, *(f"{name}:{number}" for number in range(_OTHER_NAMES))):
+            found.setdefault(self._calls.transport.peer_of(keys.note(each)) or "", each)
+        return found
 
     async def claim_note(self, name: str, value: bytes, ttl_ms: int) -> bytes | None:
         # One command. A caller that repeats it after a lost reply finds its own value.
