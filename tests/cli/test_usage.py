@@ -186,8 +186,8 @@ def test_the_list_of_commands_says_what_their_own_help_says(name: str) -> None:
     [
         (("pss",), "No such command 'pss'. Did you mean 'ps'"),
         (("ps", "--lnae", "x"), "No such option: --lnae"),
-        (("ps", "--limit", "0"), "Invalid value for '--limit'"),
-        (("ps", "--limit", "many"), "Invalid value for '--limit'"),
+        (("ps", "--limit", "0"), "Invalid value for '--limit': must be at least 1"),
+        (("ps", "--limit", "many"), "Invalid value for '--limit': expected a whole number"),
         (("ps", "--state", "actve"), "'actve' is not one of waiting, delayed"),
         (("ps", "--tag", "team"), "expected key=value, got 'team'"),
         (("ps", "--lane", ""), "Invalid value for '--lane': it must not be empty"),
