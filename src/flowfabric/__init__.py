@@ -3,8 +3,11 @@
 Names are loaded when they are first used, so that the command line starts quickly.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from flowfabric.core.version import __version__
+
+# The module `typing` takes longer to load than the rest of this one, and until the command line is
+# loaded, Ctrl-C prints Python's traceback. Type checkers know this name.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from flowfabric.app.budgets import BudgetHold, SyncBudgetHold
@@ -62,8 +65,6 @@ if TYPE_CHECKING:
     from flowfabric.sdk.sync import SyncClient
     from flowfabric.sdk.worker import Worker
 
-from flowfabric.core.version import __version__
-
 _HOMES = (
     ("app.budgets", "BudgetHold SyncBudgetHold"),
     ("app.calls", "IdempotencyConflict SubmitManyError"),
@@ -115,10 +116,14 @@ def __dir__() -> list[str]:
     return list(__all__)
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # type checkers would accept any name
+
+    def __getattr__(name):
+        home = _HOME_OF.get(name)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module  # noqa: PLC0415 - as slow to load as `typing`
+
+        value = getattr(import_module(home), name)
+        globals()[name] = value
+        return value

@@ -38,15 +38,15 @@ async def test_no_worker_serves_the_lane(app: ff.Fabric) -> None:
     run: ff.Run[object] = await app.named("greet", lane="mail").submit()
     assert await impatient(run) == (
         f"Execution {run.id.compact} did not finish within 0.01 s. It is waiting: "
-        "no live worker serves lane mail: "
-        "start one with `flowfabric worker module:app --lanes mail`."
+        'no live worker serves lane "mail". '
+        "Start one with `flowfabric worker module:app --lanes mail`."
     )
 
 
 async def test_no_worker_knows_the_task(app: ff.Fabric) -> None:
     run: ff.Run[object] = await app.submit("resize")
     async with app.worker():
-        assert "It is waiting: no live worker knows task resize" in await impatient(run)
+        assert 'It is waiting: no live worker knows task "resize"' in await impatient(run)
 
 
 async def test_its_time_has_not_come(app: ff.Fabric) -> None:
@@ -102,9 +102,9 @@ async def test_the_missing_worker_is_logged_once(
     await until(was_logged, "a warning")
     with pytest.raises(TimeoutError):
         await runs[0].result(timeout=0.05)
-    how = "start one with `flowfabric worker module:app --lanes default`"
+    how = "Start one with `flowfabric worker module:app --lanes default`"
     [text] = logged()
     assert text.startswith("greet ")
-    assert text.endswith(f"waits: no live worker serves lane default: {how}")
+    assert text.endswith(f'waits: no live worker serves lane "default". {how}')
     async with app.worker():
         await asyncio.gather(*results)

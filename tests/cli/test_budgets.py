@@ -14,7 +14,7 @@ TEAM = budget_id("team")
 
 
 async def test_a_budget_from_its_creation_to_its_end(cli: Cli, engine: Engine) -> None:
-    assert (await cli("budgets")).out == "No budgets.\n"
+    assert (await cli("budgets")).out.startswith("No budgets. Create one with: flowfabric budget")
     done = await cli("budget", "create", "team", "tokens=1_000", "--soft", "tokens=800")
     assert done.out == "team  created\n"
     assert (await cli("budget", "create", "team", "tokens=1000", "--soft", "tokens=800")).out == (
@@ -135,7 +135,7 @@ async def test_namespaces_and_mistakes(cli: Cli, engine: Engine) -> None:
 
 async def test_without_data_there_are_none(cli: Cli) -> None:
     del cli.environment["FF_URL"]
-    assert (await cli("budgets")).out == "No budgets.\n"
+    assert (await cli("budgets")).out.startswith("No budgets. Create one with: flowfabric budget")
     assert not (cli.folder / ".flowfabric").exists()
 
 

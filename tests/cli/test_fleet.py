@@ -37,6 +37,7 @@ async def test_workers(cli: Cli, engine: Engine) -> None:
     assert header.split() == headings.split()
     assert first.split()[:7] == ["w-1", "default", "active", "0s", "0s", "ago", "gpu"]
     assert first.split()[7:] == ["default,", "mails", "resize"]
+    assert (await cli("workers", "--lane", "none")).out == "No matching worker is running.\n"
     assert second.split() == ["w-2", "other", "active", "0s", "0s", "ago", "-", "default", "-"]
     (only,) = (await cli("workers", "--lane", "mails", "--json")).objects
     assert (only["worker_instance_id"], only["lanes"]) == ("w-1", ["default", "mails"])
@@ -121,6 +122,7 @@ async def test_a_lane_is_paused_resumed_drained_and_disabled(cli: Cli, engine: E
     assert (await lane.get_lane("mails")).state == "draining"
     await cli("lane", "disable", "mails")
     assert (await lane.get_lane("mails")).state == "disabled"
+    assert "a higher priority always starts first" in (await cli("lane", "show", "mails")).out
     failed = await cli("lane", "show", "nobody")
     assert failed.code == 1
     assert "lane_not_found" in failed.err
@@ -133,7 +135,9 @@ async def test_the_settings_of_a_lane(cli: Cli, engine: Engine) -> None:
     (lane,) = (await cli("lane", "show", "mails", "--json")).objects
     assert (lane["placement"], lane["shards"], lane["priority_weight_ms"]) == ("spread", 8, 60_000)
     assert (lane["reclaim_grace_ms"], lane["emit_renewals"]) == (5000, True)
-    assert "spread over 8 partitions" in (await cli("lane", "show", "mails")).out
+    shown = (await cli("lane", "show", "mails")).out
+    assert "spread over 8 partitions" in shown
+    assert "one point is worth 1m of waiting" in shown
     for wrong in (("--placement", "anywhere"), ("--shards", "300"), ()):
         assert (await cli("lane", "set", "mails", *wrong)).code != 0
 

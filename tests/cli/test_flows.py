@@ -412,7 +412,7 @@ async def test_show_of_a_held_member_says_how_to_release_it(cli: Cli, engine: En
     )
     for key in ("a", "b"):
         out = ok(await cli("show", done.nodes[key])).out
-        assert f"its flow is held: `flowfabric flow release {held.flow_id}` lets it run" in out
+        assert f"its flow is held. Release it with `flowfabric flow release {held.flow_id}`" in out
 
 
 async def test_flow_without_a_command_is_its_help(cli: Cli) -> None:

@@ -85,7 +85,9 @@ async def test_a_failed_attempt_waits_for_its_retry(cli: Cli, engine: Engine) ->
     handle = await engine.running(policy=RETRY)
     await engine.backend.executions.fail(handle, "ValueError: no\nmore lines", "handler_error")
     out = await shown(cli, handle.execution_id)
-    assert re.search(r"Why it is not running: the last attempt failed; .* \(in (59m|1h)", out)
+    assert re.search(
+        r"Why it is not running: the last attempt failed \(ValueError: no\); .* \(in (59m|1h)", out
+    )
     assert re.search(r"1 +initial +ended_failure +.*ValueError: no \(handler_error\)\n", out)
     assert re.search(r"released +failed_retry_scheduled, worker w-1, until", out)
     assert "Failure\n  ValueError: no\n  more lines\n" in out
@@ -95,16 +97,19 @@ async def test_why_it_waits_for_a_worker(cli: Cli, engine: Engine) -> None:
     needs = {"routing_requirements": {"required_capabilities": ["gpu"]}}
     waiting = await engine.create(lane="video", policy=needs)
     out = await shown(cli, waiting)
-    assert "no live worker serves lane video and offers gpu" in out
+    assert 'no live worker serves lane "video" and offers gpu' in out
     assert "--capabilities gpu" in out
     await engine.backend.workers.register_worker(
         worker_id="w", worker_instance_id="w-9", lanes=["video"], capabilities=["gpu"]
     )
     detail = await as_json(cli, waiting)
     assert detail["workers_of_lane"] == ["w-9"]
-    assert detail["summary"] == "1 live worker serves lane video; it starts as soon as one is free"
+    assert (
+        detail["summary"]
+        == '1 live worker serves lane "video"; it starts as soon as this worker is free'
+    )
     await engine.backend.lanes.set_lane_state("video", "paused")
-    assert "lane video is paused" in await shown(cli, waiting)
+    assert 'lane "video" is paused' in await shown(cli, waiting)
 
 
 async def test_which_capability_keeps_it_waiting(cli: Cli, engine: Engine) -> None:
@@ -116,8 +121,8 @@ async def test_which_capability_keeps_it_waiting(cli: Cli, engine: Engine) -> No
         )
     detail = await as_json(cli, waiting)
     assert detail["summary"] == (
-        "2 live workers serve lane video, but the closest match lacks cuda (w-2): "
-        "start one with `flowfabric worker module:app --lanes video --capabilities cuda,gpu`"
+        '2 live workers serve lane "video", but the closest match lacks cuda (w-2). '
+        "Start one with `flowfabric worker module:app --lanes video --capabilities cuda,gpu`"
     )
     assert detail["why_not_running"]["missing_capabilities"] == ["cuda"]
 
@@ -211,7 +216,7 @@ async def test_explain_answers_in_a_sentence_and_names_the_way_out(
     done = await cli("explain", waiting.compact)
     command = "flowfabric worker module:app --lanes video"
     assert done.code == 0
-    assert f"It is waiting: no live worker serves lane video: start one with `{command}`." in (
+    assert f'It is waiting: no live worker serves lane "video". Start one with `{command}`.' in (
         done.lines
     )
     assert done.lines[-1].strip() == command

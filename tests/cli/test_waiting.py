@@ -107,8 +107,8 @@ async def test_show_tells_what_it_waits_for(cli: Cli, waits: Waits) -> None:
     execution_id = parked.handle.execution_id
     done = await cli("show", execution_id)
     assert re.search(
-        r"Why it is not running: it waits for release \(approved\), until .* \(in (59m|1h).*\): "
-        rf"answer with `flowfabric approve {execution_id.compact}`\n",
+        r"Why it is not running: it waits for release \(approved\), until .* \(in (59m|1h).*\)\. "
+        rf"Answer with `flowfabric approve {execution_id.compact}`\n",
         done.out,
     )
     token = parked.details.waitpoint_token
@@ -126,7 +126,7 @@ async def test_show_tells_what_it_waits_for(cli: Cli, waits: Waits) -> None:
 async def test_show_tells_of_pauses_without_signals(cli: Cli, waits: Waits) -> None:
     by_hand = await waits.park(OperatorOnly())
     done = await cli("show", by_hand.handle.execution_id)
-    assert "it waits for an operator: `flowfabric approve " in done.out
+    assert "it waits for an operator. Resume it with `flowfabric approve " in done.out
     timed = await waits.park(TimeoutOnly(), timeout_at=await waits.engine.now() + HOUR)
     done = await cli("show", timed.handle.execution_id)
     assert "Why it is not running: it sleeps, until " in done.out

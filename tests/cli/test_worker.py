@@ -222,9 +222,16 @@ async def test_the_embedded_server_starts_with_the_worker(tmp_path: Path) -> Non
     ("arguments", "code", "said", "hint"),
     [
         (("sohp:app",), 1, "import: no module named 'sohp'", "did you mean 'shop'?"),
+        (("web.taks:app",), 1, "import: no module named 'web.taks'", "did you mean 'web.tasks'?"),
+        (("time:app",), 1, "import: module 'time' has no attribute 'app'", "rename time.py"),
         (("shop.inner:app",), 1, "import: no module named 'shop.inner'", ""),
         (("shop:ap",), 1, "import: module 'shop' has no attribute 'ap'", "shop:app or shop:empty"),
-        (("shop:number",), 1, "import: shop:number is a int, not a Fabric", "did you mean"),
+        (
+            ("shop:number",),
+            1,
+            "import: shop:number is not a Fabric; its type is int",
+            "did you mean",
+        ),
         (("json:tool",), 1, "import: module 'json' has no attribute 'tool'", "has no Fabric"),
         (("shop:empty",), 1, "config: The app has no tasks", ""),
         (
@@ -256,6 +263,9 @@ async def test_the_embedded_server_starts_with_the_worker(tmp_path: Path) -> Non
 async def test_what_can_be_wrong_at_the_start(
     shop: Cli, arguments: tuple[str, ...], code: int, said: str, hint: str
 ) -> None:
+    (shop.folder / "web").mkdir()
+    for name in ("web/__init__.py", "web/tasks.py", "time.py"):
+        (shop.folder / name).write_text(APP)
     done = await shop("worker", *arguments)
     assert (done.code, done.out) == (code, "")
     assert f"error: {said}" in done.err

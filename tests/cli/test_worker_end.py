@@ -147,7 +147,7 @@ async def test_a_task_the_app_does_not_have_waits(shop: Cli, client: Client) -> 
     async with shop.start("worker", "shop:app", "--no-scanners") as running:
         await running.line('does not know task "of_the_next_version"')
         shown = await shop("show", str(execution_id))
-        assert "no live worker knows task of_the_next_version (last offered to " in shown.out
+        assert 'no live worker knows task "of_the_next_version" (last offered to ' in shown.out
         running.send(signal.SIGTERM)
         done = await running.end()
     assert done.code == 0

@@ -16,6 +16,8 @@ from flowfabric.core.contracts.suspension import PendingWaitpoint
 from flowfabric.core.state import PublicState
 
 app = ff.Fabric()
+ff.Fabrik()  # error
+testing.Klock()  # error
 
 
 @app.task

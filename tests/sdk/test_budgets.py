@@ -183,7 +183,9 @@ async def test_enforcing_suspends_and_the_stop_can_be_resumed(
     assert wait.prompt is not None
     assert "Raise the limit" in wait.prompt
     why = await client.explain(task.execution_id)
-    assert "It is suspended: budget team stopped it at 0 of 10 a. Raise the limit with" in why.text
+    assert (
+        'It is suspended: budget "team" stopped it at 0 of 10 a. Raise the limit with' in why.text
+    )
     assert why.next_steps == (
         "flowfabric budget raise team a=LIMIT",
         f"flowfabric approve {task.execution_id.compact}",

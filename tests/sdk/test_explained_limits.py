@@ -33,7 +33,7 @@ async def test_an_exhausted_budget_before_and_after_a_claim(
     worker = await make_worker()
     for _ in range(2):
         found = await client.explain(waiting)
-        assert "budget team: 10 of 10 tokens are used; usage is reset at " in found.text
+        assert '10 of 10 tokens of budget "team" are used; usage is reset at ' in found.text
         assert found.next_steps == ("flowfabric budget raise team tokens=LIMIT",)
         (spent,) = found.limits.budgets
         assert (spent.name, spent.used) == ("team", 10)
@@ -44,7 +44,7 @@ async def test_an_exhausted_budget_before_and_after_a_claim(
     assert info.blocking_detail == "budget team: tokens 10/10"
     await refused(client.delete_budget("team"), "budget_attach_conflict")
     await client.update_budget("team", {"tokens": 20})
-    assert "it starts as soon as one is free" in (await client.explain(waiting)).text
+    assert "it starts as soon as this worker is free" in (await client.explain(waiting)).text
 
 
 @pytest.mark.parametrize("required", [[], ["gpu"]], ids=["any worker", "gpu"])
@@ -58,8 +58,8 @@ async def test_what_lacks_a_worker_says_so_first(engine: Engine, required: list[
     }
     (waiting,) = await submit(engine.backend, policy=policy)
     found = await client.explain(waiting)
-    assert found.text.startswith("It is waiting: no live worker serves lane default")
-    assert ". Also, budget team: 1 of 1 tokens are used. " in found.text
+    assert found.text.startswith('It is waiting: no live worker serves lane "default"')
+    assert '. Also, 1 of 1 tokens of budget "team" are used. ' in found.text
     start, change = found.next_steps
     assert start.startswith("flowfabric worker module:app --lanes default")
     assert change == "flowfabric budget raise team tokens=LIMIT"
@@ -83,7 +83,7 @@ async def test_every_limit_that_is_reached_is_named(
     (waiting,) = await submit(engine.backend, policy=policy)
     assert await worker.claim() is None
     found = await client.explain(waiting)
-    assert found.text.startswith("It is rate_limited: budget team: ")
+    assert found.text.startswith('It is rate_limited: 1 of 1 tokens of budget "team" are used')
     assert found.next_steps == (
         "flowfabric budget raise team tokens=LIMIT",
         "flowfabric budget raise month tokens=LIMIT",
@@ -100,10 +100,10 @@ async def test_every_limit_that_is_reached_is_named(
     [
         (
             {"max_requests": 1, "per": "10s"},
-            "the rate limit is reached; the next check is at",
+            'the rate limit of quota "maps" is reached; the next check is at',
             "rate",
         ),
-        ({"max_concurrent": 1}, "every slot is taken; it starts when a running", "concurrency"),
+        ({"max_concurrent": 1}, 'every slot of quota "maps" is taken; it starts', "concurrency"),
     ],
 )
 async def test_a_full_quota_before_and_after_a_claim(
@@ -117,7 +117,7 @@ async def test_a_full_quota_before_and_after_a_claim(
     waiting = await limited(engine, quota="maps")
     for _ in range(2):
         found = await client.explain(waiting)
-        assert f"quota maps: {said}" in found.text
+        assert f": {said}" in found.text
         assert found.next_steps == ("flowfabric quota show maps",)
         assert found.limits.quota is not None
         assert (found.limits.quota.name, found.limits.quota.reason) == ("maps", detail)
@@ -132,11 +132,11 @@ async def test_a_paused_lane_and_its_reason(engine: Engine, make_worker: MakeWor
     await make_worker()
     await client.set_lane_state("default", "paused", "provider is down")
     found = await client.explain(waiting)
-    assert "lane default is paused (provider is down)" in found.text
+    assert 'lane "default" is paused (provider is down)' in found.text
     assert found.next_steps == ("flowfabric lane resume default",)
     # A draining lane runs what waits.
     await client.set_lane_state("default", "draining")
-    assert "it starts as soon as one is free" in (await client.explain(waiting)).text
+    assert "it starts as soon as this worker is free" in (await client.explain(waiting)).text
 
 
 async def test_a_paused_lane_is_not_the_only_reason(
@@ -150,20 +150,18 @@ async def test_a_paused_lane_is_not_the_only_reason(
     (later,) = await submit(engine.backend, delay_until=await engine.now() + 3_600_000)
     (acme,) = await submit(engine.backend, namespace="acme")
     await client.set_lane_state("default", "paused")
-    resume = (
-        "lane default is paused: `flowfabric lane resume default` starts its executions. Also, "
-    )
+    resume = 'lane "default" is paused. Resume it with `flowfabric lane resume default`. Also, '
     assert (
         f"{resume}it was submitted with a delay; it starts at "
         in (await client.explain(later)).text
     )
     found = await client.explain(spent)
-    assert f"{resume}budget team: 1 of 1 tokens are used" in found.text
+    assert f'{resume}1 of 1 tokens of budget "team" are used' in found.text
     assert found.next_steps == (
         "flowfabric lane resume default",
         "flowfabric budget raise team tokens=LIMIT",
     )
-    assert "but none serves namespace acme" in (await client.explain(acme)).text
+    assert 'but none serves namespace "acme"' in (await client.explain(acme)).text
 
 
 async def test_a_lost_execution_in_a_paused_lane(engine: Engine, make_worker: MakeWorker) -> None:
@@ -173,7 +171,7 @@ async def test_a_lost_execution_in_a_paused_lane(engine: Engine, make_worker: Ma
     await engine.backend.leases.revoke_lease(handle.execution_id)
     await client.set_lane_state("default", "paused")
     found = await client.explain(handle.execution_id)
-    assert "was revoked, and lane default is paused: " in found.text
+    assert 'was revoked, and lane "default" is paused. ' in found.text
     assert found.next_steps == ("flowfabric lane resume default",)
 
 
@@ -203,7 +201,7 @@ async def test_who_is_held_back_and_lacks_a_worker(engine: Engine, make_worker: 
     found = await Client(engine.backend).explain(held)
     assert found.text.startswith("It is waiting: paused by operator: under review. Release it")
     assert (
-        ". Also, 1 live worker serves lane default, but the closest match lacks gpu" in found.text
+        '. Also, 1 live worker serves lane "default", but the closest match lacks gpu' in found.text
     )
     assert found.next_steps == ("flowfabric worker module:app --lanes default --capabilities gpu",)
 
@@ -228,7 +226,7 @@ async def test_a_dead_worker_and_no_other(engine: Engine, make_worker: MakeWorke
     instance = worker.config.worker_instance_id
     await client.mark_worker_dead(instance, reason="machine lost", revoke_leases=True)
     text = (await client.explain(running)).text
-    assert f"the lease of {instance} was revoked, and no live worker serves lane default" in text
+    assert f'the lease of {instance} was revoked, and no live worker serves lane "default"' in text
     await make_worker()
     assert "the next free worker takes it over" in (await client.explain(running)).text
 
@@ -243,7 +241,7 @@ async def test_a_lane_that_waits_after_a_lost_lease(
     await engine.backend.upkeep.mark_lease_expired_if_due(lost.tag, [lost])
     worker = await make_worker()
     text = (await client.explain(lost)).text
-    assert "w-1 stopped renewing its lease; lane default gives it to another worker at " in text
+    assert 'w-1 stopped renewing its lease; lane "default" gives it to another worker at ' in text
     await engine.advance(3_600_000)
     assert "; the next free worker takes it over" in (await client.explain(lost)).text
     assert await worker.claim() is not None

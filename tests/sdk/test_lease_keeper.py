@@ -13,6 +13,7 @@ import pytest
 
 from flowfabric.core.contracts.leases import Handle, Renewed
 from flowfabric.core.errors import EngineError, LeaseLost, TransportError
+from flowfabric.core.state import ExpireReason
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.endings import RunSummary
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper
@@ -122,6 +123,36 @@ async def test_lost_lease_cancels_the_handler_and_says_why(
         # Not at once: a look for more work holds the permit while it is under way.
         await until(lambda: worker.free == 1, "the permit")
     await engine.backend.lanes.set_lane_state("default", "active")
+
+
+@pytest.mark.parametrize(
+    ("stays", "logged"),
+    [
+        (True, "stopped: the execution expired (attempt 1"),
+        (False, "ended, but nothing was stored: the execution expired (attempt 1"),
+    ],
+)
+async def test_the_log_says_that_the_execution_expired(
+    engine: Engine,
+    make_worker: MakeWorker,
+    caplog: pytest.LogCaptureFixture,
+    stays: bool,
+    logged: str,
+) -> None:
+    policy = {"timeout_policy": {"execution_deadline_ms": 60_000}}
+    (execution_id,) = await submit(engine.backend, policy=policy)
+    worker = await make_worker(lease_ttl_ms=1000 if stays else 60_000)
+
+    async def handler(task: ClaimedTask) -> None:
+        await engine.advance(61_000)
+        deadline = ExpireReason.EXECUTION_DEADLINE
+        await engine.backend.upkeep.expire_execution(execution_id.tag, deadline, [execution_id])
+        if stays:
+            await asyncio.Event().wait()
+
+    async with serving(worker, {"job": handler}) as runtime:
+        await until(lambda: runtime.summary == RunSummary(abandoned=1), "the loss")
+    assert logged in caplog.text
 
 
 async def test_operations_fail_fast_after_the_loss(engine: Engine, make_worker: MakeWorker) -> None:

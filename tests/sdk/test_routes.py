@@ -67,7 +67,7 @@ async def test_a_draining_worker_is_none_that_could_start_it(
     assert (await engine.vector(gpu)).eligibility_state is EligibilityState.BLOCKED_BY_ROUTE
     for execution_id, offers in ((plain, ""), (gpu, " and offers gpu")):
         text = str(await client.explain(execution_id))
-        assert f"one is draining, and no live worker serves lane default{offers}" in text
+        assert f'one is draining, and no live worker serves lane "default"{offers}' in text
     why = await engine.backend.reads.explain_execution(gpu)
     assert why.blocking_reason == "waiting_for_capable_worker"
     assert (why.able_workers, why.in_lane, why.live_workers) == ((), 0, 0)
@@ -86,26 +86,26 @@ async def test_explanations_name_the_way_out(engine: Engine, make_worker: MakeWo
     async def text(execution_id: Any) -> str:
         return str(await client.explain(execution_id))
 
-    assert "no live worker serves lane default and offers gpu" in await text(gpu)
+    assert 'no live worker serves lane "default" and offers gpu' in await text(gpu)
     worker = await make_worker(capabilities=["ssd"])
-    assert "1 live worker serves lane default, but the closest match lacks gpu" in await text(gpu)
-    assert "but none serves namespace acme" in await text(acme)
+    assert '1 live worker serves lane "default", but the closest match lacks gpu' in await text(gpu)
+    assert 'but none serves namespace "acme"' in await text(acme)
     assert "--namespace acme" in (await client.explain(acme)).next_steps[0]
-    assert "it starts as soon as one is free" in await text(plain)
+    assert "it starts as soon as this worker is free" in await text(plain)
     task = await worker.claim()
     assert task is not None
     assert "It has been running for" in await text(plain)
     await task.complete()
     done = await client.explain(plain)
-    assert done.text.startswith("It is completed")
-    assert done.next_steps == (f"flowfabric replay {plain.compact}",)
+    assert done.text == "It completed after 1 attempt. It runs again only if you replay it."
+    assert done.next_steps == ()
     await engine.backend.lanes.set_lane_state("default", "paused")
-    assert "lane default is paused" in await text(gpu)
+    assert 'lane "default" is paused' in await text(gpu)
     await engine.backend.lanes.set_lane_state("default", "active")
     await engine.backend.claims.block_execution_for_admission(
         acme, "waiting_for_quota", "quota p: rate 5 per 60 s"
     )
     assert "waiting for quota: quota p: rate 5 per 60 s" in await text(acme)
     await engine.backend.executions.cancel_execution(acme, "no budget.")
-    ended = "It was cancelled: no budget. It does not run again unless you replay it."
+    ended = "It was cancelled: no budget. It runs again only if you replay it."
     assert await text(acme) == ended

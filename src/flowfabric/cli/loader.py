@@ -27,7 +27,7 @@ def load_app(spec: str) -> Fabric:
         problem = f"module {module_name!r} has no attribute {attribute!r}"
         raise CliError("import", problem, _fabrics_of(module)) from None
     if not isinstance(found, Fabric):
-        problem = f"{spec} is a {type(found).__name__}, not a Fabric"
+        problem = f"{spec} is not a Fabric; its type is {type(found).__name__}"
         raise CliError("import", problem, _fabrics_of(module))
     return found
 
@@ -40,7 +40,8 @@ def _import(name: str) -> ModuleType:
     except BaseException as error:
         # If the name does not match, something that the module imports is missing.
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-            raise CliError("import", f"no module named {error.name!r}", _nearest(name)) from error
+            missing = error.name or name
+            raise CliError("import", f"no module named {missing!r}", _nearest(missing)) from error
         _print_traceback(error)
         problem = f"importing {name!r} failed: {type(error).__name__}: {error}"
         hint = "fix the module; the traceback above shows where it failed"
@@ -49,11 +50,13 @@ def _import(name: str) -> ModuleType:
 
 def _nearest(name: str) -> str:
     here = Path.cwd()
-    known = [path.stem for path in here.glob("*.py")]
-    known += [path.parent.name for path in here.glob("*/__init__.py")]
-    close = get_close_matches(name.partition(".")[0], known, 1)
+    package, dot, last = name.rpartition(".")
+    folder = here.joinpath(*package.split("."))
+    known = [path.stem for path in folder.glob("*.py")]
+    known += [path.parent.name for path in folder.glob("*/__init__.py")]
+    close = get_close_matches(last, known, 1)
     if close:
-        return f"did you mean {close[0]!r}?"
+        return f"did you mean '{package}{dot}{close[0]}'?"
     return f"modules are imported from {here} and from the installed packages"
 
 
@@ -72,4 +75,13 @@ def _fabrics_of(module: ModuleType) -> str:
     fabrics = [name for name, value in vars(module).items() if isinstance(value, Fabric)]
     if fabrics:
         return f"did you mean {' or '.join(f'{module.__name__}:{name}' for name in fabrics)}?"
+    if eclipsed := _eclipsed_file(module):
+        return f"{module.__name__!r} is also a module of Python or of a package: rename {eclipsed}"
     return f"{module.__name__} has no Fabric: add `app = flowfabric.Fabric()` to it"
+
+
+def _eclipsed_file(module: ModuleType) -> Path | None:
+    """The file in the current folder that was not imported, because its name was already taken."""
+    path = Path(f"{module.__name__.replace('.', '/')}.py")
+    imported = Path(getattr(module, "__file__", None) or "")
+    return path if path.is_file() and path.resolve() != imported.resolve() else None

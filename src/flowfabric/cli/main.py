@@ -97,6 +97,14 @@ _SETTINGS: dict[str, Any] = {
     "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 100},
 }
 
+_PLAIN_PROBLEMS = (
+    ("Value error, ", ""),
+    ("Input should be a valid integer, .*", "expected a whole number"),
+    ("Input should be greater than or equal to ", "must be at least "),
+    ("Input should be less than or equal to ", "must be at most "),
+)
+"""The CLI library's words for a wrong value, and ours."""
+
 _required_argument = re.compile(r"\{([^|{}]+)\}((?:\.\.\.)?)")
 _type_mark = re.compile(r"^(  [^-\s]\S*)( <[^>]+>)( *)", re.MULTILINE)
 
@@ -235,7 +243,9 @@ def _run(arguments: list[str]) -> int:
 def _usage(error: typer.TyperException) -> CliError:
     context: Any = getattr(error, "ctx", None)
     where = context.command_path if context is not None else "flowfabric"
-    problem = error.format_message().replace(": Value error, ", ": ")
+    problem = error.format_message()
+    for pattern, plain in _PLAIN_PROBLEMS:
+        problem = re.sub(pattern, plain, problem)
     return UsageError("usage", problem, f"see `{where} --help`")
 
 

@@ -132,7 +132,7 @@ execution_not_terminal T Wait until the execution finishes, or cancel it.
 max_replays_exhausted T Submit a new execution, or raise max_replay_count in the policy.
 replay_not_allowed T The replay count is not the expected one; read the execution again.
 max_retries_exhausted T The execution lost its worker too often; replay it to run it again.
-lane_not_accepting T Submit to another lane, or set this lane to active.
+lane_not_accepting T Submit to another lane; `flowfabric lane resume LANE` reopens this one.
 attempt_not_started T Claim the execution first.
 attempt_already_terminal I The attempt has ended; nothing to do.
 target_not_signalable T The execution is not waiting; do not send this signal again.

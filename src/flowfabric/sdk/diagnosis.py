@@ -36,11 +36,12 @@ _ENDINGS = {
     PublicState.CANCELLED: "It was cancelled",
     PublicState.EXPIRED: "It expired",
     PublicState.SKIPPED: "It was skipped",
+    PublicState.COMPLETED: "It completed",
 }
 _command = re.compile(r"`(flowfabric [^`]+)`")
 _SPECIAL = {OPERATOR_ONLY: "an operator", TIMEOUT_ONLY: "its timeout"}
 _TIMED = {
-    "waiting_for_retry_backoff": "the last attempt failed; the next one starts",
+    "waiting_for_retry_backoff": "the last attempt failed{}; the next one starts",
     "waiting_for_resume_delay": "the handler asked for a delay; it resumes",
     "waiting_for_delay": "it was submitted with a delay; it starts",
 }
@@ -69,7 +70,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """Why an execution is not running, or what it does.
 
     >>> print(await run.explain())
-    It is waiting: no live worker serves lane gpu: start one with `flowfabric worker …`.
+    It is waiting: no live worker serves lane "gpu". Start one with `flowfabric worker …`.
     """
 
     execution_id: ExecutionId
@@ -89,7 +90,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 def _ending(info: ExecutionInfo) -> str:
     """How a finished execution ended, and why."""
-    ending = _ENDINGS.get(info.public_state, "It is completed")
+    ending = _ENDINGS[info.public_state]
     attempts = info.total_attempt_count
     after = f" after {plural(attempts, 'attempt')}" if attempts else ""
     reason = (info.failure_reason or info.cancellation_reason or "").partition("\n")[0].rstrip(" .")
@@ -100,8 +101,9 @@ def explain(detail: ExecutionDetail) -> Diagnosis:
     """The answer to "why is it not running?"."""
     info = detail.execution
     if info.state_vector.lifecycle_phase is LifecyclePhase.TERMINAL:
-        text = f"{_ending(info)} It does not run again unless you replay it."
-        steps = (f"flowfabric replay {info.execution_id.compact}",)
+        replay = f"flowfabric replay {info.execution_id.compact}"
+        text = f"{_ending(info)} It runs again only if you replay it."
+        steps = () if info.public_state is PublicState.COMPLETED else (replay,)
     else:
         text = unfinished(detail)
         steps = tuple(_command.findall(text))
@@ -164,7 +166,7 @@ def _closed_lane(info: ExecutionInfo, why: WhyWaiting) -> str:
         return ""
     reason = f" ({why.lane_reason})" if why.lane_reason else ""
     resume = f"`flowfabric lane resume {quote(info.lane_id)}`"
-    return f"lane {info.lane_id} is {why.lane_state}{reason}: {resume} starts its executions"
+    return f'lane "{info.lane_id}" is {why.lane_state}{reason}. Resume it with {resume}'
 
 
 def _own_reasons(detail: ExecutionDetail, why: WhyWaiting) -> list[str]:
@@ -172,7 +174,9 @@ def _own_reasons(detail: ExecutionDetail, why: WhyWaiting) -> list[str]:
     timed = _TIMED.get(why.blocking_reason)
     if timed is not None and why.retry_at is not None:
         due = why.retry_at <= detail.now_ms
-        return [f"{timed} " + ("now" if due else f"at {future_time(why.retry_at, detail.now_ms)}")]
+        at = "now" if due else f"at {future_time(why.retry_at, detail.now_ms)}"
+        cause = (detail.execution.failure_reason or "").partition("\n")[0].rstrip(" .")
+        return [f"{timed.format(f' ({cause})' if cause else '')} {at}"]
     if detail.membership is not None and (held := _held_by_flow(detail.membership)):
         return [held]
     if why.unresolved_edges:
@@ -200,7 +204,7 @@ def _blocked(detail: ExecutionDetail, why: WhyWaiting) -> str:
 def _held_by_flow(place: Membership) -> str:
     """Why the flow of a member does not let it run; empty if it does."""
     if place.held:
-        return f"its flow is held: `flowfabric flow release {place.flow_id}` lets it run"
+        return f"its flow is held. Release it with `flowfabric flow release {place.flow_id}`"
     if place.awaited_parent is not None:
         node = place.awaited_parent.compact
         return f"its flow is a subflow and starts when node {node} no longer waits for others"
@@ -215,21 +219,23 @@ def _for_limits(detail: ExecutionDetail) -> list[str]:
     if full is None:
         return found
     if full.reason == "concurrency":
-        text = "every slot is taken; it starts when a running execution ends"
+        text = (
+            f'every slot of quota "{full.label}" is taken; it starts when a running execution ends'
+        )
     else:
         why, soon = detail.why_not_running, detail.now_ms + (full.retry_after_ms or 0)
         check = future_time(max(soon, (why and why.retry_at) or 0), detail.now_ms)
-        text = f"the rate limit is reached; the next check is at {check}"
+        text = f'the rate limit of quota "{full.label}" is reached; the next check is at {check}'
     show = f"`flowfabric quota show {quote(full.label)}{where}`"
-    return [*found, f"quota {full.label}: {text}. See {show}"]
+    return [*found, f"{text}. See {show}"]
 
 
 def _for_budget(spent: Exhausted, where: str, now_ms: int) -> str:
-    used = f"{spent.used:,} of {spent.limit:,} {spent.dimension} are used"
+    used = f'{spent.used:,} of {spent.limit:,} {spent.dimension} of budget "{spent.label}" are used'
     if spent.next_reset_at is not None:
         used += f"; usage is reset at {future_time(spent.next_reset_at, now_ms)}"
     change = _raise(spent.label, spent.dimension, where)
-    return f"budget {spent.label}: {used}. Raise the limit with {change}"
+    return f"{used}. Raise the limit with {change}"
 
 
 def _raise(budget: str, dimension: str, where: str) -> str:
@@ -284,7 +290,7 @@ def _active(detail: ExecutionDetail, why: WhyWaiting) -> str:
         return f"{lost}, and {closed}"
     if why.retry_at is not None and why.retry_at > detail.now_ms:
         lane, at = detail.execution.lane_id, future_time(why.retry_at, detail.now_ms)
-        lost += f"; lane {lane} gives it to another worker at {at}"
+        lost += f'; lane "{lane}" gives it to another worker at {at}'
         return lost if why.able_workers else f"{lost}. Also, {_for_worker(detail.execution, why)}"
     if why.able_workers:
         return f"{lost}; the next free worker takes it over"
@@ -302,10 +308,10 @@ def _suspended(detail: ExecutionDetail) -> str:
     if detail.wait is not None and detail.wait.reason == PAUSED_BY_BUDGET:
         return _stopped_by_budget(detail.execution, detail.wait) + f" with {command}`"
     if OPERATOR_ONLY in names:
-        return f"it waits for an operator{until}: {command}` resumes it"
+        return f"it waits for an operator{until}. Resume it with {command}`"
     for_what = describe_waitpoints(active) or "an answer"
     which = "" if len(active) == 1 else " WAITPOINT"
-    return f"it waits for {for_what}{until}: answer with {command}{which}`"
+    return f"it waits for {for_what}{until}. Answer with {command}{which}`"
 
 
 def _stopped_by_budget(info: ExecutionInfo, wait: LastWait) -> str:
@@ -315,9 +321,8 @@ def _stopped_by_budget(info: ExecutionInfo, wait: LastWait) -> str:
         return "its budget stopped it. Raise the limit or reset the budget, then resume it"
     at = f"{spent.used:,} of {spent.limit:,} {spent.dimension}"
     change = _raise(spent.budget, spent.dimension, _namespace_option(info))
-    return (
-        f"budget {spent.budget} stopped it at {at}. Raise the limit with {change}, then resume it"
-    )
+    stopped = f'budget "{spent.budget}" stopped it at {at}'
+    return f"{stopped}. Raise the limit with {change}, then resume it"
 
 
 def _for_worker(info: ExecutionInfo, why: WhyWaiting) -> str:
@@ -330,27 +335,30 @@ def _for_worker(info: ExecutionInfo, why: WhyWaiting) -> str:
 
 
 def _which_worker(info: ExecutionInfo, why: WhyWaiting) -> str:
-    lane, needs = info.lane_id, info.required_capabilities
+    lane, needs = f'lane "{info.lane_id}"', info.required_capabilities
     if why.able_workers:
         workers, task = len(why.able_workers), info.execution_kind
-        knows = f" and {'knows' if workers == 1 else 'know'} task {task}" if why.offered_to else ""
-        return f"{_serve(workers)} lane {lane}{knows}; it starts as soon as one is free"
+        knows = (
+            f' and {"knows" if workers == 1 else "know"} task "{task}"' if why.offered_to else ""
+        )
+        which = "this worker" if workers == 1 else "one of them"
+        return f"{_serve(workers)} {lane}{knows}; it starts as soon as {which} is free"
     if why.unknown_task is not None:
         offered = f" (last offered to {why.offered_to})" if why.offered_to else ""
-        problem = f"no live worker knows task {why.unknown_task}{offered}"
-        return f"{problem}: start one that does with {_worker_command(info)}"
-    problem = f"no live worker serves lane {lane}"
+        problem = f'no live worker knows task "{why.unknown_task}"{offered}'
+        return f"{problem}. Start one that does with {_worker_command(info)}"
+    problem = f"no live worker serves {lane}"
     if not why.live_workers and why.in_lane:
-        others = f"{_serve(why.in_lane)} lane {lane}"
-        problem = f"{others}, but none serves namespace {info.namespace}"
+        others = f"{_serve(why.in_lane)} {lane}"
+        problem = f'{others}, but none serves namespace "{info.namespace}"'
     elif why.live_workers and why.missing_capabilities:
         lacks = ", ".join(why.missing_capabilities)
-        problem = f"{_serve(why.live_workers)} lane {lane}, but the closest match lacks {lacks}"
+        problem = f"{_serve(why.live_workers)} {lane}, but the closest match lacks {lacks}"
         if why.closest_workers:
             problem += f" ({', '.join(why.closest_workers[:_NAMED])})"
     elif needs:
         problem += f" and offers {', '.join(needs)}"
-    return f"{problem}: start one with {_worker_command(info)}"
+    return f"{problem}. Start one with {_worker_command(info)}"
 
 
 def _worker_command(info: ExecutionInfo) -> str:

@@ -17,7 +17,7 @@ from flowfabric.core.state import ExpireReason
 from flowfabric.core.text import duration
 from flowfabric.engine.api.executions import Completion, End, FailedAttempt
 from flowfabric.sdk.failures import FailureDescription, HandlerFailure, describe
-from flowfabric.sdk.lease_keeper import CANCELLED, RELEASED, TERMINAL_CODES, is_cancelled
+from flowfabric.sdk.lease_keeper import CANCELLED, ENDINGS, RELEASED, TERMINAL_CODES, how_it_ended
 from flowfabric.sdk.logs import log_task
 from flowfabric.sdk.scanner_thread import ScannerThread
 from flowfabric.sdk.task import ClaimedTask, Parked
@@ -267,7 +267,8 @@ class Endings:
 
     def lost(self, task: ClaimedTask, error: errors.LeaseLost) -> None:
         """Give up a task whose handler stopped because the lease was lost."""
-        self._abandon(task, error, f"stopped: its lease was lost: {error.reason or error.code}")
+        why = _how_it_ended(error) or f"its lease was lost: {error.reason or error.code}"
+        self._abandon(task, error, f"stopped: {why}")
 
     def abandon(
         self,
@@ -277,7 +278,9 @@ class Endings:
         cause: BaseException | None = None,
     ) -> None:
         """Give up a task whose end the engine did not accept, or may not have."""
-        self._abandon(task, error, f"{did}, but the engine did not accept it: {error}", cause)
+        ended = _how_it_ended(error)
+        why = f"nothing was stored: {ended}" if ended else f"the engine did not accept it: {error}"
+        self._abandon(task, error, f"{did}, but {why}", cause)
 
     def _abandon(
         self, task: ClaimedTask, error: BaseException, text: str, cause: BaseException | None = None
@@ -287,10 +290,9 @@ class Endings:
             self.summary.released += 1
             task.finish("released")
             return
-        if _was_cancelled(error):
+        if _how_it_ended(error) == CANCELLED:
             self.summary.cancelled += 1
-            why = "stopped: the execution was cancelled"
-            log_task(logging.INFO, "task_cancelled", task, why)
+            log_task(logging.INFO, "task_cancelled", task, f"stopped: {CANCELLED}")
         else:
             self.summary.abandoned += 1
             level = logging.DEBUG if self.worker.outage.explains(error) else logging.ERROR
@@ -412,10 +414,10 @@ class Endings:
                 self._give_up(finished, problem)
 
 
-def _was_cancelled(error: BaseException) -> bool:
+def _how_it_ended(error: BaseException) -> str | None:
     if isinstance(error, errors.LeaseLost):
-        return error.reason == CANCELLED
-    return isinstance(error, errors.EngineError) and is_cancelled(error)
+        return error.reason if error.reason in ENDINGS.values() else None
+    return how_it_ended(error) if isinstance(error, errors.EngineError) else None
 
 
 def _has_parked(error: BaseException) -> bool:

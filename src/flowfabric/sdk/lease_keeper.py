@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from flowfabric.core.contracts.leases import Handle, Renewed
 from flowfabric.core.errors import EngineError, TransportError
-from flowfabric.core.state import ExpireReason
+from flowfabric.core.state import ExpireReason, TerminalOutcome
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.outage import Outage
 from flowfabric.scheduler.giving_back import give_back
@@ -25,6 +25,13 @@ TERMINAL_CODES = frozenset(
 )
 """Errors of a renewal after which the lease is gone for good."""
 CANCELLED = "the execution was cancelled"
+ENDINGS: dict[str, str] = {
+    TerminalOutcome.SUCCESS: "the execution completed",
+    TerminalOutcome.FAILED: "the execution failed",
+    TerminalOutcome.CANCELLED: CANCELLED,
+    TerminalOutcome.EXPIRED: "the execution expired",
+    TerminalOutcome.SKIPPED: "the execution was skipped",
+}
 RELEASED = "the event loop was blocked, so the worker released the execution"
 _TIMED_OUT = "the attempt timed out while the event loop was blocked"
 _UNHEALTHY_AFTER = 3
@@ -36,9 +43,11 @@ _STEPS = 10
 _LONGEST_LOOK_S = 1.0
 
 
-def is_cancelled(error: EngineError) -> bool:
-    """Whether a call was refused because the execution is cancelled."""
-    return error.code == "execution_not_active" and error.details[:1] == ("cancelled",)
+def how_it_ended(error: EngineError) -> str | None:
+    """How the execution ended, if a call was refused for that."""
+    if error.code != "execution_not_active" or not error.details:
+        return None
+    return ENDINGS.get(error.details[0])
 
 
 class LeaseWatcher(Protocol):
@@ -280,7 +289,7 @@ class LeaseKeeper(LoopThread):
         now = time.monotonic()
         held.next_at = now + _spread(min(held.handle.lease_ttl_ms / 3000, 1.0))
         if error.code in TERMINAL_CODES:
-            self._lose(held, error.code, CANCELLED if is_cancelled(error) else str(error))
+            self._lose(held, error.code, how_it_ended(error) or str(error))
         elif now >= held.deadline:
             # Without the hint, which is about single calls.
             problem = error.message if isinstance(error, TransportError) else error.explanation

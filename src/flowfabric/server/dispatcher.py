@@ -77,7 +77,7 @@ class EventDispatcher:
         subscription = await self._backend.events.subscribe_operator_events(self._cursor)
         if self._lost:
             self._lost = False
-            log.info("follows the operator events again", extra={"action": "feed_resumed"})
+            log.info("the server follows operator events again", extra={"action": "feed_resumed"})
         async with subscription:
             try:
                 async for event in subscription:

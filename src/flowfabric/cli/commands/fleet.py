@@ -20,12 +20,15 @@ from flowfabric.cli.options import (
 from flowfabric.cli.session import NoDataYet, open_backend
 from flowfabric.cli.views.lanes import OPTIONAL_COLUMNS, STATE_STYLES, lane_row
 from flowfabric.cli.views.screen import Row, Screen, print_json, print_result
+from flowfabric.core import text
 from flowfabric.core.text import age, plural
 from flowfabric.engine.api.places import PLACEMENTS, LaneDetail, PartitionLoad
 from flowfabric.engine.api.workers import Draining, WorkerEntry
 from flowfabric.engine.lane_overview import LaneOverview, read_lanes
 
 _LANES_SHOWN = 3
+_STRICT_MS = 10**12
+"""The default weight of priorities, with which no waiting time makes up for a priority."""
 _OPTIONAL_COLUMNS = ("UP", "NAMESPACE", "CAPABILITIES", "SEEN", "TASKS")
 """Dropped in this order when the terminal is too narrow."""
 
@@ -42,7 +45,8 @@ async def workers(target: Target, *, lane: options.Lane = None) -> None:
             found = await backend.workers.list_workers(target.namespace, limit=None)
     found = [worker for worker in found if lane is None or lane in worker.lanes]
     rows = [_worker_row(worker, now) for worker in found]
-    _print(target, found, rows, "No worker is running.", _OPTIONAL_COLUMNS)
+    which = "worker" if lane is None and target.namespace is None else "matching worker"
+    _print(target, found, rows, f"No {which} is running.", _OPTIONAL_COLUMNS)
 
 
 def _worker_row(worker: WorkerEntry, now_ms: int) -> Row:
@@ -122,14 +126,20 @@ def _print_lane(found: LaneDetail) -> None:
     rows: dict[str, str] = {
         "reason": found.reason,
         "placement": spread if found.placement == "spread" else "pinned to one partition",
-        "priority weight": f"{found.priority_weight_ms:,} ms per point",
-        "reclaim grace": f"{found.reclaim_grace_ms:,} ms",
+        "priority weight": _priority_weight(found.priority_weight_ms),
+        "reclaim grace": text.duration(found.reclaim_grace_ms),
         "renewal events": "yes" if found.emit_renewals else "no",
     }
     rows |= {name: f"{count:,}" for name, count in found.counts.items() if count}
-    for name, text in rows.items():
-        if text:
-            screen.line((f"  {name:<18}", "bright_black"), text)
+    for name, shown in rows.items():
+        if shown:
+            screen.line((f"  {name:<18}", "bright_black"), shown)
+
+
+def _priority_weight(weight_ms: int) -> str:
+    if weight_ms >= _STRICT_MS:
+        return "a higher priority always starts first"
+    return f"one point is worth {text.duration(weight_ms)} of waiting"
 
 
 async def _set_state(target: Deployment, lane: str, state: str, reason: str = "") -> None:

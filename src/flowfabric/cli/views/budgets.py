@@ -36,7 +36,7 @@ def _limit(number: int) -> str:
 def print_budgets(found: Sequence[BudgetStatus]) -> None:
     """Print a table with one row per dimension."""
     if not found:
-        Screen().line("No budgets.")
+        Screen().line("No budgets. Create one with: flowfabric budget create NAME DIMENSION=LIMIT")
         return
     # Every namespace has names of its own.
     repeated = len({status.label for status in found}) < len(found)

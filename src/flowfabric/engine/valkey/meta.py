@@ -73,7 +73,7 @@ async def _connection(transport: Transport) -> Finding:
     started = time.perf_counter()
     await transport.call("PING", key="")
     took = (time.perf_counter() - started) * 1000
-    return ok("connection", f"answers in {took:.1f} ms")
+    return ok("connection", f"answers in {took:.2f} ms")
 
 
 async def _version(transport: Transport) -> Finding:
