@@ -106,7 +106,7 @@ class AppWorker:
 
     def release_leases(self) -> int:
         """Release every lease so that other workers can take over at once. Thread-safe."""
-        return 0 if self._runtime is None else self._runtime.worker.keeper.give_back()
+        return 0 if self._runtime is None else self._runtime.worker.keeper.release_all()
 
     def _newest(self, kind: str, runtime: WorkerRuntime) -> Handler:
         """The handler of a task; picks up a redefinition, such as a rerun notebook cell."""

@@ -130,7 +130,7 @@ class Link:
     ) -> None:
         self.address = address
         self.conn: Connection | None = None
-        self.hurried = False
+        self.fails_fast = False
         """Whether calls fail at once when the server cannot be reached."""
         self._options = options
         self._revive = revive
@@ -156,7 +156,7 @@ class Link:
         while self.conn is None:
             if self.closed:
                 raise self._closed_error()
-            if self._error is not None and (self.hurried or not patient):
+            if self._error is not None and (self.fails_fast or not patient):
                 raise self._failure(self._error)
             attempt = self._attempt or self._start()
             done, _ = await asyncio.wait([attempt], timeout=max(0.0, deadline - loop.time()))

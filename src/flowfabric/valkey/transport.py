@@ -30,7 +30,7 @@ class Transport:
         self._options = options
         self._request_timeout = options.get("request_timeout", connection.REQUEST_TIMEOUT)
         self._connect_timeout = options.get("connect_timeout", connection.CONNECT_TIMEOUT)
-        self._closed = self._hurried = False
+        self._closed = self._fails_fast = False
         self._link = Link(address, options, revive)
 
     async def refresh(self) -> None:
@@ -100,11 +100,11 @@ class Transport:
         link = self._link_of(tag)
         return None if link is None else link.address.peer
 
-    def hurry(self, *, leaving: bool = True) -> None:
-        """While leaving, calls to a server that cannot be reached fail at once."""
-        self._hurried = leaving
+    def fail_fast(self, *, enabled: bool = True) -> None:
+        """Make calls fail at once while the server is unreachable."""
+        self._fails_fast = enabled
         for link in self._links_so_far():
-            link.hurried = leaving
+            link.fails_fast = enabled
 
     async def aclose(self) -> None:
         """Fail what is pending and close every connection. A closed transport stays closed."""
@@ -164,7 +164,7 @@ class Transport:
             give_up=start + limit,
             timeout=self._request_timeout if timeout is None else None,
             replay_safe=replay_safe,
-            leaving=lambda: self._closed or self._hurried or (only is not None and only.closed),
+            leaving=lambda: self._closed or self._fails_fast or (only is not None and only.closed),
         )
 
     async def _ask(self, link: Link, *args: Arg, timeout: float | None = None) -> Reply:

@@ -182,7 +182,7 @@ async def test_a_refusal_that_passes_is_ridden_out_by_every_call(keep: Keeper, k
         error = await failure(client.call("INCR", "n"))
         assert (error.kind, error.ambiguous) == (kind, False)
         assert 0.05 < loop.time() - begun < 5
-        client.hurry()
+        client.fail_fast()
         client._request_timeout = 60
         await failure(client.call("INCR", "n"))
 

@@ -110,5 +110,5 @@ class Meta(Concern, Protocol):
     async def wait_ready(self, timeout_s: float) -> None:
         """Return as soon as the store is reachable; raises after the timeout."""
 
-    def hurry(self, *, leaving: bool = True) -> None:
-        """While the process is leaving, calls fail at once instead of waiting for the store."""
+    def fail_fast(self, *, enabled: bool = True) -> None:
+        """Make calls fail at once while the store is unreachable; for processes that stop."""

@@ -71,8 +71,8 @@ class HttpMeta(_Meta):
     def backend_label(self) -> str:
         return self._known.identity.family
 
-    def hurry(self, *, leaving: bool = True) -> None:
-        self._link.hurried = leaving
+    def fail_fast(self, *, enabled: bool = True) -> None:
+        self._link.fails_fast = enabled
 
 
 class HttpPlaces(_Places):

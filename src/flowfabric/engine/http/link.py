@@ -65,7 +65,7 @@ class HttpLink(ClosedOnce):
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         self.address = address
-        self.hurried = not patient
+        self.fails_fast = not patient
         """Whether requests fail at once while the server cannot be reached."""
         self._connect_timeout_s = connect_timeout_s
         self._context = address.context()
@@ -133,7 +133,7 @@ class HttpLink(ClosedOnce):
                 # Nothing was done, and the server says when to come back.
                 repeats, pause = True, failed.retry_after_ms / 1000 + _FIRST_PAUSE_S
             else:
-                repeats = not self.hurried and _may_repeat(failed, safe=safe)
+                repeats = not self.fails_fast and _may_repeat(failed, safe=safe)
             if not repeats or self.closed or loop.time() + pause >= give_up:
                 raise failed
             # Many clients must not return at the same moment.

@@ -389,5 +389,5 @@ class ValkeyMeta(api.Meta):
     async def wait_ready(self, timeout_s: float) -> None:
         await self._calls.transport.wait_ready(timeout_s)
 
-    def hurry(self, *, leaving: bool = True) -> None:
-        self._calls.transport.hurry(leaving=leaving)
+    def fail_fast(self, *, enabled: bool = True) -> None:
+        self._calls.transport.fail_fast(enabled=enabled)
