@@ -27,7 +27,7 @@ from flowfabric.engine.lane_overview import LaneOverview, read_lanes
 
 _LANES_SHOWN = 3
 _OPTIONAL_COLUMNS = ("UP", "NAMESPACE", "CAPABILITIES", "SEEN", "TASKS")
-"""Dropped in this order when the terminal is too narrow."""
+"""Columns to drop, in this order, if the terminal is too narrow."""
 
 
 async def workers(target: Target, *, lane: options.Lane = None) -> None:
