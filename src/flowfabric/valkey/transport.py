@@ -68,7 +68,7 @@ class Transport:
     async def blocking(
         self, tag: str | None = None, *, on_push: OnPush | None = None
     ) -> Connection:
-        """A connection of its own for blocking reads or subscriptions; the caller closes it.
+        """A separate connection for blocking reads or subscriptions; the caller closes it.
 
         In a cluster it leads to the primary of `tag`, or to any.
         """
@@ -89,7 +89,7 @@ class Transport:
         return await self._call_all(args, timeout, await self._find_links(replicas=True))
 
     async def wait_ready(self, timeout: float | None = None, *, patient: bool = True) -> None:
-        """Return at PONG; raise what was wrong at the deadline or, impatient, at the first try."""
+        """Wait for PONG; raises the error at the deadline or, unless `patient`, immediately."""
         limit = self._connect_timeout if timeout is None else timeout
         if not patient:
             await self._link.acquire(asyncio.get_running_loop().time() + limit, patient=False)

@@ -72,12 +72,12 @@ def broken(name: str, detail: str, advice: str = "") -> Finding:
 
 
 class StoreUsage(msgspec.Struct, frozen=True):
-    """What the store spends, over all its nodes."""
+    """What the store uses, summed over its nodes."""
 
     cpu_s: float
     """Processor time of the threads that run commands."""
     commands: int
-    """How many ran so far, those inside functions included."""
+    """How many ran so far, including those inside functions."""
     data_bytes: int
     """Memory without that of connections and write buffers."""
     blocked: int

@@ -35,7 +35,7 @@ def rotations_reported(report: RotationReport) -> Generator[None]:
 
 
 def report_rotation(entry: contracts.Rotation) -> None:
-    """For backends: the rotation of one partition has ended."""
+    """Called by backends when the rotation of one partition has ended."""
     if (report := _report.get()) is not None:
         report(entry)
 
