@@ -362,7 +362,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "a cancelled flow neither promotes nor skips",
         CASCADE,
-        "local f = flow.that_ends(c, rec, flow.resumes(c, rec))",
+        "local f = flow.ending_member(c, rec, flow.resumes(c, rec))",
         "local f",
         lambda e: test_flow_cancel_rules.test_a_parked_member_ends_with_those_that_wait(
             e, "terminal"
@@ -380,7 +380,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "running members drain",
         FLOW_CANCEL,
-        "if not S.is_runnable(rec.state) or goes_on then return 'settled' end",
+        "if not S.is_runnable(rec.state) or continues then return 'settled' end",
         "",
         test_flow_cancel_rules.test_pending_members_end_and_running_ones_go_on,
     ),
@@ -394,7 +394,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "no retry in a cancelled flow",
         RETRY,
-        "if flow.that_ends(c, rec) then return false end",
+        "if flow.ending_member(c, rec) then return false end",
         "",
         test_flow_cancel_rules.test_a_failing_attempt_gets_no_retry,
     ),
