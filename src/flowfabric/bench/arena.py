@@ -57,7 +57,7 @@ class Arena:
 
 
 async def poll(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Return when the condition holds."""
+    """Wait until the condition holds."""
     while not await condition():  # noqa: ASYNC110
         await asyncio.sleep(_POLL_S)
 

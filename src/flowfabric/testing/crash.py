@@ -56,7 +56,7 @@ class Crashes:
         self._stuck -= here
         for future in here:
             future.cancel()
-        # They unwind in the next turns of the loop.
+        # They unwind in the next ticks of the loop.
         for _ in range(3 if here else 0):
             await asyncio.sleep(0)
 

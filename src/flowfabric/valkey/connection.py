@@ -186,7 +186,7 @@ class Connection(asyncio.Protocol):
         error = faults.from_reply(text)
         if not future.done():
             future.set_exception(error)
-        # Dialled again, the address of a replica may lead to the primary.
+        # Dial again: the address of a replica may now lead to the primary.
         replica = error.kind == "read_only" or text.startswith("MASTERDOWN")
         if replica and self.on_demoted is not None:
             self.on_demoted(self)

@@ -22,7 +22,7 @@ _report: ContextVar[RotationReport | None] = ContextVar("flowfabric_rotation", d
 
 @contextmanager
 def rotations_reported(report: RotationReport) -> Generator[None]:
-    """Have `report` called for each partition when its rotation in this block has ended.
+    """Call `report` for each partition whose rotation ends inside this block.
 
     >>> with rotations_reported(print):
     ...     await backend.secrets.rotate_waitpoint_hmac_secret_all(...)  # doctest: +SKIP

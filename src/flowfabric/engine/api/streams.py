@@ -128,7 +128,7 @@ def _check_names(frame: contracts.Frame) -> None:
     check.text(frame.kind, "kind")
     check.instance(frame.frame_type, str, "frame_type")
     name = frame.name
-    # Printable is the common case and quick to check.
+    # Check the common case first, which is quick.
     if len(name.encode(errors="replace")) > _FRAME_TYPE_BYTES or (
         not name.isprintable() and any(category(letter) in _REFUSED for letter in name)
     ):

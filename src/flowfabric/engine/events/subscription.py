@@ -130,7 +130,7 @@ class GroupMember:
             await self._lease_all([feed for feed in mine if feed not in self.held], _LEASE_MS)
 
     async def _lease_all(self, feeds: Iterable[str], lease_ms: int) -> None:
-        # Everything returned so far is processed where nothing waits to be acknowledged.
+        # If nothing is unacknowledged, everything returned so far is processed.
         done = {feed: at for feed, at in self.held.items() if feed not in self.unacked}
         await asyncio.gather(*(self._lease(each, lease_ms, done.get(each)) for each in feeds))
 
