@@ -1,4 +1,4 @@
-"""What a caller who waits for a result hears about an execution that does not finish."""
+"""What a timeout error says about an execution that does not finish."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The claim loop: what becomes of every handler, and how a run ends."""
+"""The claim loop: the outcome of every handler, and how a run ends."""
 
 from __future__ import annotations
 

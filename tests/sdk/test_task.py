@@ -325,7 +325,7 @@ async def test_own_end_is_not_mistaken_for_a_loss(
     assert (told, task.lease_lost) == ([], None)
 
 
-async def test_real_loss_during_a_call_is_told_after_it(
+async def test_real_loss_during_a_call_is_reported_after_it(
     engine: Engine, make_worker: MakeWorker, valkey: TestServer, proxy: FaultProxy
 ) -> None:
     worker = await make_worker(proxy.url, valkey.url, request_timeout=0.1)

@@ -98,7 +98,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         CASCADE,
         "if edges.open_count(g) < 1 then",
         "if false then",
-        lambda e: test_flow_faults.test_a_damaged_child_concerns_nobody_else(
+        lambda e: test_flow_faults.test_a_damaged_child_does_not_affect_others(
             e, test_flow_faults._full_counters, "success"
         ),
     ),
@@ -251,28 +251,28 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         CASCADE,
         "function cascade.spend(c, units) c.units = cascade.room(c) - units end",
         "function cascade.spend(c) cascade.room(c) end",
-        alone(lambda e: test_flow_races.test_a_call_does_no_more_than_it_may(e, 2)),
+        alone(lambda e: test_flow_races.test_a_call_stays_within_its_limit(e, 2)),
     ),
     (
         "what is left is stored",
         CASCADE,
         "'NX', c.now, name_of(flow_id, id))",
         "'XX', c.now, name_of(flow_id, id))",
-        alone(lambda e: test_flow_races.test_a_call_does_no_more_than_it_may(e, 2)),
+        alone(lambda e: test_flow_races.test_a_call_stays_within_its_limit(e, 2)),
     ),
     (
         "what is done leaves the queue",
         CASCADE,
         "elseif each.marked then",
         "elseif false then",
-        alone(lambda e: test_flow_races.test_a_call_does_no_more_than_it_may(e, 2)),
+        alone(lambda e: test_flow_races.test_a_call_stays_within_its_limit(e, 2)),
     ),
     (
         "progress is kept",
         CASCADE,
         "  record.set(c, id, rec, 'cascaded', from)\n",
         "",
-        alone(lambda e: test_flow_races.test_a_call_does_no_more_than_it_may(e, 1)),
+        alone(lambda e: test_flow_races.test_a_call_stays_within_its_limit(e, 1)),
     ),
     (
         "an upstream that runs again decides nothing",
@@ -287,7 +287,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "if count > MAX_FAILURES then",
         "if false then",
         alone(
-            lambda e: test_flow_faults.test_a_damaged_child_concerns_nobody_else(
+            lambda e: test_flow_faults.test_a_damaged_child_does_not_affect_others(
                 e, test_flow_faults._odd_edge, "success"
             )
         ),
