@@ -319,7 +319,7 @@ async def test_a_name_belongs_to_the_namespace_of_the_application(engine: Engine
     assert limited.shared.policy.budget_ids == (budget_id("team", "acme"),)
 
 
-async def test_a_missing_budget_says_so(app: ff.Fabric, serving: Client) -> None:
+async def test_a_missing_budget_is_reported(app: ff.Fabric, serving: Client) -> None:
     await refused(serving.budget("team"), "budget_not_found")
     with pytest.raises(ff.ExecutionFailed, match="budget_not_found"):
         await run(app, "timed")

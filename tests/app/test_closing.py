@@ -106,7 +106,7 @@ async def test_closing_the_blocking_face_ends_a_connection_that_is_being_made(
     assert caplog.records == []
 
 
-def test_closing_the_blocking_face_dials_no_more(
+def test_closing_the_sync_client_stops_dialling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked = tmp_path / "data"

@@ -69,7 +69,9 @@ def test_a_deep_value_that_json_can_represent() -> None:
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", list(shapes(0)))
-def test_numbers_that_json_cannot_say_are_refused_by_their_place(where: str, number: float) -> None:
+def test_the_error_names_the_place_of_a_number_that_json_cannot_represent(
+    where: str, number: float
+) -> None:
     with pytest.raises(ValidationError) as caught:
         codec.encode(shapes(number)[where])
     assert caught.value.code == "invalid_input"
@@ -114,7 +116,7 @@ async def test_arguments_are_refused_before_anything_is_sent(app: ff.Fabric) -> 
     assert page.executions == ()
 
 
-async def test_a_result_that_json_cannot_say_fails_for_good(app: ff.Fabric) -> None:
+async def test_a_result_that_json_cannot_represent_fails_permanently(app: ff.Fabric) -> None:
     @app.task(retry=ff.Retry(3, backoff="1ms"))
     async def measure() -> dict[str, list[float]]:
         return {"mean": [math.nan]}
@@ -129,7 +131,7 @@ async def test_a_result_that_json_cannot_say_fails_for_good(app: ff.Fabric) -> N
     assert info.failure_reason == wanted
 
 
-async def test_a_signal_payload_is_refused_and_the_wait_goes_on(
+async def test_a_refused_signal_payload_does_not_end_the_wait(
     waiting_app: ff.Fabric, engine: Engine
 ) -> None:
     @waiting_app.task()

@@ -95,7 +95,7 @@ async def test_calls_that_cannot_work_are_refused_before_anything_is_sent(app: f
         app.task("greet")(lambda: None)
 
 
-async def test_an_idempotency_key_stands_for_one_execution(app: ff.Fabric) -> None:
+async def test_an_idempotency_key_identifies_one_execution(app: ff.Fabric) -> None:
     @app.task()
     async def once() -> None: ...
 

@@ -46,7 +46,7 @@ async def test_a_kept_id_is_as_good_as_the_run(app: ff.Fabric) -> None:
             assert await asyncio.to_thread(handle.result, "10s") == [timedelta(days=2)]
 
 
-async def test_an_id_that_is_none_and_one_that_does_not_exist(app: ff.Fabric) -> None:
+async def test_a_malformed_id_and_one_that_does_not_exist(app: ff.Fabric) -> None:
     with pytest.raises(ValidationError, match="execution_id"):
         app.get_run("order-1001")
     wrong: Any = len
@@ -131,7 +131,7 @@ async def test_patience_is_a_duration(app: ff.Fabric) -> None:
             await run.result(timeout=wrong)
 
 
-async def test_no_key_is_none(app: ff.Fabric) -> None:
+async def test_an_empty_key_means_no_key(app: ff.Fabric) -> None:
     first: ff.Run[Any] = await app.named("greet", idempotency_key=None).submit()
     second: ff.Run[Any] = await app.named("greet", idempotency_key=None).submit()
     assert first.id != second.id

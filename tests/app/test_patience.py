@@ -1,4 +1,4 @@
-"""What a caller who waits for a result hears about an execution that does not finish."""
+"""What a timeout error says about an execution that does not finish."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def test_it_waits_for_an_answer(waiting_app: ff.Fabric, engine: Engine) ->
 async def test_the_missing_worker_is_logged_once(
     app: ff.Fabric, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(client, "_LOOK_AFTER_S", 0.0)
+    monkeypatch.setattr(client, "_CHECK_WORKER_AFTER_S", 0.0)
     caplog.set_level(logging.WARNING)
 
     def logged() -> list[str]:

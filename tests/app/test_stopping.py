@@ -1,4 +1,4 @@
-"""Signals in a process that serves: whoever else listens to them still hears his own."""
+"""Signals in a serving process: other listeners still receive their own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ else:
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("set_up", ["before", "during", "plain"])
-async def test_an_idle_loop_hears_other_signals_and_ours(loop: str, set_up: str) -> None:
+async def test_an_idle_loop_receives_other_signals_and_ours(loop: str, set_up: str) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-u", "-c", IDLE, loop, set_up), stdout=asyncio.subprocess.PIPE
     )

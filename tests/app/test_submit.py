@@ -1,4 +1,4 @@
-"""Submitting: what is refused before anything is sent, and what is told when a part was stored."""
+"""Submitting: what is refused before anything is sent, and the error after a partial batch."""
 
 from __future__ import annotations
 

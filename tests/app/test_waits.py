@@ -212,7 +212,7 @@ async def test_an_uncaught_timeout_fails_the_run_as_a_timeout(fabric: TestFabric
 # --- by hand ----------------------------------------------------------------------------------
 
 
-async def test_a_resume_by_hand_is_told_from_an_answer(app: ff.Fabric, engine: Engine) -> None:
+async def test_a_resume_by_hand_differs_from_an_answer(app: ff.Fabric, engine: Engine) -> None:
     @app.task()
     async def ask(ctx: ff.Context) -> list[Any]:
         signal = await ctx.wait_for("a", signals="yes")
@@ -252,7 +252,9 @@ async def test_a_wait_whose_waitpoint_was_closed_ends_with_its_suspension(
 # --- conditions -------------------------------------------------------------------------------
 
 
-async def test_conditions_of_one_handler_are_told_apart(app: ff.Fabric, engine: Engine) -> None:
+async def test_conditions_of_one_handler_have_separate_answers(
+    app: ff.Fabric, engine: Engine
+) -> None:
     @app.task()
     async def ask(ctx: ff.Context) -> list[list[str]]:
         both = ff.AllOf((ff.Single("legal", "yes"), ff.Single("money", ("yes", "fine"))))

@@ -1,4 +1,4 @@
-"""The command itself: help, refusals, tables, and what it leaves behind."""
+"""The command itself: help, refusals, tables, and cleaning up."""
 
 from __future__ import annotations
 

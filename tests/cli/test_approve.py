@@ -1,4 +1,4 @@
-"""`flowfabric approve`: an operator's answer, and what it comes to."""
+"""`flowfabric approve`: an operator's answer and its effect."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_two_distinct_people(cli: Cli, waits: Waits) -> None:
     )
 
 
-async def test_who_comes_too_late_is_told_the_answer(cli: Cli, waits: Waits) -> None:
+async def test_a_late_answer_gets_the_earlier_one(cli: Cli, waits: Waits) -> None:
     parked = await waits.park(RELEASE)
     execution_id = parked.handle.execution_id
     assert (await cli("approve", execution_id, "--as", "ada")).code == 0
@@ -122,7 +122,7 @@ async def test_several_open_waitpoints(cli: Cli, waits: Waits, given: str) -> No
         (OperatorOnly(), ("--reject",), "accepts no signal or payload"),
     ],
 )
-async def test_an_answer_that_nothing_asks_for_is_not_sent(
+async def test_an_answer_that_the_wait_does_not_accept_is_not_sent(
     cli: Cli, waits: Waits, condition: Condition, arguments: tuple[str, ...], said: str
 ) -> None:
     parked = await waits.park(condition, timeout_at=await waits.engine.now() + HOUR)

@@ -1,4 +1,4 @@
-"""`flowfabric dev` in a pseudo-terminal, on an embedded Valkey of its own."""
+"""`flowfabric dev` in a pseudo-terminal, on its own embedded Valkey."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ async def test_all_is_well(cli: Cli, engine: Engine) -> None:
     assert "1 execution examined" in plain.out
 
 
-async def test_nobody_works(cli: Cli, engine: Engine) -> None:
+async def test_no_live_worker(cli: Cli, engine: Engine) -> None:
     await engine.backend.secrets.seed_at_boot(SECRET)
     done, found = await examined(cli)
     assert done.code == 0
@@ -204,7 +204,7 @@ async def test_counts_that_contradict_the_environment(cli: Cli) -> None:
     assert found["partitions"]["detail"] == "256 flow, 32 budget, 32 quota"
 
 
-async def test_without_a_secret_nobody_can_wait(cli: Cli, engine: Engine) -> None:
+async def test_without_a_secret_handlers_cannot_wait(cli: Cli, engine: Engine) -> None:
     _, found = await examined(cli)
     assert found["tokens"]["grade"] == "warning"
     assert found["tokens"]["detail"].startswith("no secret to sign tokens on the server:")
@@ -271,7 +271,7 @@ async def test_a_full_server_that_is_a_replica(tmp_path: Path, fresh: TestServer
     assert found["indexes"]["grade"] == "ok"
 
 
-async def test_nobody_answers(tmp_path: Path) -> None:
+async def test_an_unreachable_server(tmp_path: Path) -> None:
     cli = Cli(tmp_path, FF_URL=f"valkey://app:hidden@127.0.0.1:{free_port()}")
     done, found = await examined(cli)
     assert done.code == 1

@@ -70,7 +70,7 @@ async def test_live_over_a_retry_to_the_end(cli: Cli, engine: Engine) -> None:
     assert (await cli("tail", first.execution_id, "--attempt", "1")).out == "one\ntwo\n"
 
 
-async def test_a_suspension_is_told(cli: Cli, engine: Engine) -> None:
+async def test_a_suspension_is_announced(cli: Cli, engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
     await write(engine, handle, "before\n")
@@ -88,7 +88,7 @@ async def test_a_suspension_is_told(cli: Cli, engine: Engine) -> None:
         assert (await tail.end()).code == 0
 
 
-async def test_a_question_and_its_answer_are_told(cli: Cli, engine: Engine) -> None:
+async def test_a_question_and_its_answer_are_printed(cli: Cli, engine: Engine) -> None:
     waits = await Waits.open(engine)
     parked = await waits.park(prompt="Deploy v2?", details={"version": 2})
     execution_id = parked.handle.execution_id

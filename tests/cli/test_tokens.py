@@ -74,7 +74,7 @@ def test_a_file_that_becomes_readable_is_read(tmp_path: Path) -> None:
     assert known.identify(header) is None
 
 
-def test_a_file_that_is_gone_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_deleted_file_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "tokens.toml"
     token, stored = new_token("ci", ["read"], None)
     write_tokens(file, [stored])

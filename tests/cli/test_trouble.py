@@ -210,7 +210,7 @@ async def test_a_closed_error_stream(bare: Cli) -> None:
 
 
 @pytest.mark.parametrize("command", [("ps",), ("doctor",), ("doctor", "--json"), ("--help",)])
-async def test_nobody_reads_the_output(bare: Cli, command: tuple[str, ...]) -> None:
+async def test_a_closed_output_pipe(bare: Cli, command: tuple[str, ...]) -> None:
     """Not the code of something broken: a pipe that ended is how `head` says enough."""
     read, write = os.pipe()
     os.close(read)

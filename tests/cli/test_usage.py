@@ -295,7 +295,7 @@ async def test_a_mistyped_switch_is_refused(cli: Cli, variable: str) -> None:
 
 
 @pytest.mark.parametrize("command", [("show", "abcd"), ("cancel", "abcd")])
-async def test_nobody_answers(bare: Cli, command: tuple[str, ...]) -> None:
+async def test_an_unreachable_server(bare: Cli, command: tuple[str, ...]) -> None:
     url = f"valkey://:hidden@127.0.0.1:{free_port()}"
     done = await bare(*command, "--url", url)
     assert (done.code, done.out) == (1, "")
@@ -305,7 +305,7 @@ async def test_nobody_answers(bare: Cli, command: tuple[str, ...]) -> None:
     assert "hidden" not in done.err
 
 
-async def test_nobody_answers_as_json(bare: Cli) -> None:
+async def test_an_unreachable_server_as_json(bare: Cli) -> None:
     done = await bare("--url", f"valkey://127.0.0.1:{free_port()}", "ps", "--json")
     assert (done.code, done.out) == (1, "")
     assert done.error["code"] == "transport"

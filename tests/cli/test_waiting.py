@@ -27,7 +27,7 @@ def assert_no_token(done: Done, details: SuspensionDetails) -> None:
         assert secret not in done.out + done.err
 
 
-async def test_nobody_waits(cli: Cli, engine: Engine) -> None:
+async def test_no_execution_waits(cli: Cli, engine: Engine) -> None:
     await engine.running()
     done = await cli("waiting")
     assert (done.code, done.out, done.err) == (0, "No execution waits for an answer.\n", "")
@@ -94,7 +94,7 @@ async def test_one_execution_in_any_state(cli: Cli, waits: Waits) -> None:
     assert re.fullmatch(r"Its last wait was answered \d+s ago: go by ada\.", second)
 
 
-async def test_a_folder_without_data_has_nobody_waiting(cli: Cli) -> None:
+async def test_a_folder_without_data_has_no_waits(cli: Cli) -> None:
     del cli.environment["FF_URL"]
     done = await cli("waiting")
     assert (done.code, done.out) == (0, "No execution waits for an answer.\n")

@@ -224,7 +224,7 @@ def test_a_text_line_has_compact_ids_and_a_json_line_canonical_ones() -> None:
     assert json.loads(JsonFormatter().format(made))["execution_id"] == canonical
 
 
-def test_a_text_line_says_nothing_twice() -> None:
+def test_a_text_line_repeats_nothing() -> None:
     made = record("resize 86-12 failed (attempt 2)", execution_id="86-12", attempt=2, epoch=1)
     assert TextFormatter(colour=False).format(made).endswith(" (attempt 2)  epoch=1")
 

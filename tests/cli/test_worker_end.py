@@ -1,4 +1,4 @@
-"""`flowfabric worker` ends when it is told to, whatever its handlers do."""
+"""`flowfabric worker` stops on request, whatever its handlers do."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_a_second_signal_ends_a_blocked_process_at_once(
         assert (await running.end()).code == 128 + signal.SIGINT
 
 
-async def test_a_forked_child_is_ended_by_signals_and_its_worker_goes_on(
+async def test_signals_end_a_forked_child_and_its_worker_continues(
     shop: Cli, client: Client
 ) -> None:
     async with shop.start("worker", "shop:app") as running:
@@ -122,7 +122,7 @@ async def test_a_forked_child_is_ended_by_signals_and_its_worker_goes_on(
     assert "2 completed" in done.lines[-1]
 
 
-async def test_an_idle_worker_does_not_wait_for_a_server_that_is_gone(shop: Cli) -> None:
+async def test_an_idle_worker_does_not_wait_for_an_unreachable_server(shop: Cli) -> None:
     server = TestServer("--appendonly", "yes")
     url = server.url
     try:

@@ -37,7 +37,7 @@ def read_until_dropped(descriptor: int) -> str:
     return seen.decode()
 
 
-async def test_a_pipe_that_nobody_reads_blocks_neither_the_work_nor_the_end(
+async def test_an_unread_pipe_blocks_neither_work_nor_shutdown(
     cli: Cli, valkey: TestServer
 ) -> None:
     """A pipe holds 64 KiB, the worker keeps 10,000 lines, and counts what it drops."""

@@ -1,4 +1,4 @@
-"""A caller that is cancelled at any await leaves the client whole and nothing behind."""
+"""Cancelling a caller at any await leaves the client usable and leaks nothing."""
 
 from __future__ import annotations
 

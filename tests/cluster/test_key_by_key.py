@@ -131,7 +131,7 @@ async def test_when_patience_ends_the_cluster_is_named(
     await backend.executions.complete(handle, b"done")
 
 
-async def test_a_key_that_is_gone_under_a_function_is_no_damage(
+async def test_a_key_that_moved_during_a_function_is_not_damage(
     backend: ValkeyBackend, cluster: TestCluster
 ) -> None:
     """The anchor of a call never exists; if it did, the old primary would run the function."""

@@ -1,4 +1,4 @@
-"""A slot goes to another primary under those who wait: they follow it, before any fallback."""
+"""Waiting callers follow a slot that moves to another primary, without any fallback."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def moved(cluster: TestCluster, tag: str) -> AsyncGenerator[None]:
         await cluster.move(slot, target, home)
 
 
-async def test_whoever_waits_for_a_result_learns_of_it(pair: Pair, cluster: TestCluster) -> None:
+async def test_a_waiting_caller_gets_the_result(pair: Pair, cluster: TestCluster) -> None:
     waiting, acting = pair
     execution_id = await create(acting)
     tag = execution_id.tag

@@ -1,4 +1,4 @@
-"""Deleting budgets, who waits for them, who is told, what operators see (07 §11, 12 §11)."""
+"""Deleting budgets, executions that wait for them, and operator events (07 §11, 12 §11)."""
 
 from __future__ import annotations
 

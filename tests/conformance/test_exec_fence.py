@@ -1,4 +1,4 @@
-"""The lease fence: which errors, in which order, and what a refusal leaves behind."""
+"""The lease fence: which errors, in which order, and what a refusal leaves unchanged."""
 
 from __future__ import annotations
 

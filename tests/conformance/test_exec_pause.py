@@ -1,4 +1,4 @@
-"""delay, waiting for children, and promotion: the same attempt goes on later."""
+"""Delays, waiting for children, and promotion: the same attempt resumes later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reclaim cap leaves behind, and grants whose time is over (03 §15, D6)."""
+"""The state after a reclaim cap, and expired grants (03 §15, D6)."""
 
 from __future__ import annotations
 

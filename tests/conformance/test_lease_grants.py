@@ -1,4 +1,4 @@
-"""Grants: who gets one, what it holds, how it ends (03 §4, §5, D10)."""
+"""Grants: who gets one, what it contains, how it ends (03 §4, §5, D10)."""
 
 from __future__ import annotations
 

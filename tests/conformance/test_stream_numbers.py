@@ -1,4 +1,4 @@
-"""Numbered appends: a repeat writes nothing, whoever repeats it."""
+"""Numbered appends: a repeat writes nothing, from any writer."""
 
 from __future__ import annotations
 

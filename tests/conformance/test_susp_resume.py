@@ -1,4 +1,4 @@
-"""The way back: at once or delayed, by signal or by hand, and what the next lease is told."""
+"""Resuming: at once or delayed, by signal or by hand, and what the next claim contains."""
 
 from __future__ import annotations
 

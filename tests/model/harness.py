@@ -1,4 +1,4 @@
-"""Drives the real engine from synchronous rules: one loop, one connection, a clock that stands."""
+"""Drives the real engine from synchronous rules: one loop, one connection, a frozen clock."""
 
 from __future__ import annotations
 

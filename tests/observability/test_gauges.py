@@ -41,7 +41,7 @@ async def test_depths_by_lane(engine: Engine, meter: Meter, gauges: Gauges) -> N
     assert flow.nodes
 
 
-async def test_a_lane_that_is_gone_disappears(meter: Meter) -> None:
+async def test_a_deleted_lane_disappears(meter: Meter) -> None:
     meter.replace("ff_eligible_depth", {("old",): 3, ("kept",): 1})
     meter.replace("ff_eligible_depth", {("kept",): 2})
     assert meter.numbers["ff_eligible_depth"] == {("kept",): 2}

@@ -1,4 +1,4 @@
-"""The budget of label sets: what is named, what becomes `other`, and that the total has a limit."""
+"""The limit of label sets: which are shown, which become `other`, and the total."""
 
 from __future__ import annotations
 

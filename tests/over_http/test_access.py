@@ -1,4 +1,4 @@
-"""Who may call which operation: tokens, scopes, namespaces; and what is refused before it runs."""
+"""Which tokens may call which operations, and what is refused before it runs."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ async def test_many_readers_of_feeds_leave_few_connections(backend: ValkeyBacken
         await until(are_few, "closed connections")
 
 
-async def test_tags_of_others_are_not_told(
+async def test_tags_of_other_namespaces_are_not_revealed(
     backend: ValkeyBackend, tmp_path: Path, others: tuple[NewExecution, str]
 ) -> None:
     theirs, ours = others[0].execution_id, job(Engine(backend), "ours")

@@ -1,4 +1,4 @@
-"""Whoever changes what a Lua function takes or answers also raises the library version."""
+"""A change of a Lua function's arguments or replies must raise the library version."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_other_changes_are_not(tmp_path: Path, name: str, part: str, instead: st
     assert not changed(tmp_path, name, part, instead)
 
 
-def test_what_to_do_is_told() -> None:
+def test_the_problem_says_what_to_do() -> None:
     before = Interface(4, {"ff_a": "1", "ff_b": "2"})
     assert before.problem(Interface(4, {"ff_a": "1", "ff_b": "2"})) is None
     told = before.problem(Interface(4, {"ff_a": "1", "ff_c": "3"}))

@@ -71,7 +71,7 @@ async def test_a_running_scanner_resets_on_time(engine: Engine) -> None:
 
 
 @pytest.mark.corrupts
-async def test_a_damaged_schedule_stops_nobody(engine: Engine) -> None:
+async def test_a_damaged_schedule_does_not_stop_others(engine: Engine) -> None:
     budgets = engine.backend.budgets
     budget_id = await new_budget(engine.backend, reset_interval_ms=HOUR)
     broken = await new_budget(engine.backend, reset_interval_ms=HOUR)

@@ -1,4 +1,4 @@
-"""The scanners where every partition is a slot of its own."""
+"""The scanners on a cluster, where every partition has its own slot."""
 
 from __future__ import annotations
 

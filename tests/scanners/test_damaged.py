@@ -46,7 +46,7 @@ def told(caplog: pytest.LogCaptureFixture, action: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("bad", MALFORMED)
 @pytest.mark.parametrize("scanner", INDEXES)
-async def test_a_malformed_member_is_removed_and_told(
+async def test_a_malformed_member_is_removed_and_logged(
     engine: Engine, caplog: pytest.LogCaptureFixture, scanner: str, bad: bytes
 ) -> None:
     tag = (await engine.create()).tag
@@ -103,7 +103,7 @@ async def garble(engine: Engine, key: str) -> None:
 
 @pytest.mark.corrupts
 @pytest.mark.parametrize("scanner", INDEXES)
-async def test_an_unreadable_index_is_one_error_and_the_scan_goes_on(
+async def test_an_unreadable_index_is_one_error_and_the_scan_continues(
     engine: Engine, caplog: pytest.LogCaptureFixture, scanner: str
 ) -> None:
     bad, good = await engine.create(), await engine.create(lane="other")
@@ -244,7 +244,7 @@ async def test_registries_with_malformed_names(
 
 @pytest.mark.corrupts
 @pytest.mark.parametrize("registry", [keys.PLACES, keys.PARTITIONS])
-async def test_a_registry_that_is_none(
+async def test_a_registry_of_the_wrong_type(
     engine: Engine, caplog: pytest.LogCaptureFixture, registry: str
 ) -> None:
     """Scanners go on with what they know."""

@@ -22,7 +22,7 @@ async def test_more_than_a_page_in_one_cycle(engine: Engine) -> None:
 
 
 @pytest.mark.corrupts
-async def test_what_stays_at_the_head_never_hides_what_stands_behind(engine: Engine) -> None:
+async def test_entries_stuck_at_the_head_never_hide_later_ones(engine: Engine) -> None:
     ids = await create_delayed(engine, 180)
     await engine.advance(1001)
     # Due in the index, not by their records: more than a page of them, all before the others.
@@ -94,7 +94,7 @@ async def test_an_idle_cycle_logs_nothing(engine: Engine, caplog: pytest.LogCapt
     assert caplog.records == []
 
 
-async def test_a_busy_cycle_says_what_it_did(
+async def test_a_busy_cycle_logs_what_it_did(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     await create_delayed(engine, 2)

@@ -1,4 +1,4 @@
-"""Scanners of flows: what calls left to do is done, what is damaged is set aside and told."""
+"""Scanners of flows: they do the remaining work, and set damaged units aside."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ async def test_a_damaged_child_is_tried_again_then_parked_and_told_once(
 
 
 @pytest.mark.corrupts
-async def test_a_child_that_is_repaired_in_time_goes_on(engine: Engine) -> None:
+async def test_a_child_that_is_repaired_in_time_continues(engine: Engine) -> None:
     flow = await submitted(engine, "a>b")
     key = keys.core(flow.tag, flow.nodes["b"])
     call = engine.backend.transport.call
@@ -216,7 +216,7 @@ async def test_a_flow_that_cannot_be_read_hides_no_other(engine: Engine) -> None
 
 
 @pytest.mark.usefixtures("one_unit")
-async def test_a_lost_cascade_is_found_repaired_and_told(
+async def test_a_lost_cascade_is_found_repaired_and_logged(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     flow = await submitted(engine, FAN)
@@ -293,7 +293,7 @@ async def test_a_member_that_waits_for_a_replay_keeps_waiting(engine: Engine) ->
         ({"c": AnyOf("let_run")}, "2 1 0 0 s", WAITING),
     ],
 )
-async def test_a_decided_join_holds_nobody(
+async def test_a_decided_join_blocks_no_member(
     engine: Engine, joins: Any, deps: str, state: PublicState
 ) -> None:
     flow = await submitted(engine, "a>c b>c", joins)
@@ -305,7 +305,7 @@ async def test_a_decided_join_holds_nobody(
 
 
 @pytest.mark.corrupts
-async def test_a_lost_upstream_is_told_and_never_guessed(
+async def test_a_lost_upstream_is_logged_and_never_guessed(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     flow = await submitted(engine, "a>b")
@@ -395,7 +395,7 @@ async def test_malformed_groups_are_removed_and_hide_nothing(
 # --- flow_projector ----------------------------------------------------------------
 
 
-async def test_drift_of_counters_is_repaired_and_told(
+async def test_drift_of_counters_is_repaired_and_logged(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     flow = await submitted(engine, "a>b>c")
@@ -441,7 +441,7 @@ async def test_flows_that_are_due_are_found_among_many(
     assert await engine.backend.flows.describe_flow(last.flow_id) is None
 
 
-async def test_a_flow_that_goes_on_is_not_deleted(engine: Engine) -> None:
+async def test_a_flow_that_continues_is_not_deleted(engine: Engine) -> None:
     flow = await submitted(engine, "a")
     await flow.end("a")
     await engine.advance(86_400_001)

@@ -205,7 +205,7 @@ async def test_the_score_of_a_suspension(engine: Engine, timed: bool) -> None:
         await mended(engine, execution_id, right, name)
 
 
-async def test_another_weight_of_priorities_scores_the_lane_anew(engine: Engine) -> None:
+async def test_another_priority_weight_rescores_the_lane(engine: Engine) -> None:
     """What waits was scored with the old one; that is no drift while it is scored anew."""
     execution_id, tag = await engine.create(priority=5), engine.new_id().tag
     await engine.backend.lanes.set_lane_config("default", priority_weight_ms=1000)
@@ -239,7 +239,7 @@ async def test_one_call_for_many(engine: Engine) -> None:
 
 
 @pytest.mark.corrupts
-async def test_an_index_that_cannot_be_read_fails_only_who_belongs_there(engine: Engine) -> None:
+async def test_an_unreadable_index_only_affects_its_own_executions(engine: Engine) -> None:
     delayed = await engine.create(delay_until=await engine.now() + 60_000)
     waiting = await engine.create()
     call, tag = engine.backend.transport.call, waiting.tag

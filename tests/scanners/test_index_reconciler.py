@@ -58,7 +58,7 @@ async def test_drift_is_repaired_in_the_second_cycle(
     assert await supervisor.scan_once("index_reconciler") == ScanResult()
 
 
-async def test_drift_that_is_gone_is_not_touched(engine: Engine) -> None:
+async def test_drift_that_has_resolved_itself_is_not_touched(engine: Engine) -> None:
     one = await engine.create()
     key = keys.eligible(one.tag, "default")
     score = (await engine.backend.reads.read_execution_info(one)).created_at
@@ -375,7 +375,7 @@ async def test_an_unreadable_index_hides_no_other_partition(engine: Engine, name
     assert await members(engine, good.tag, "lane:other:eligible") == [good]
 
 
-async def test_a_lane_that_nobody_registered(
+async def test_an_unregistered_lane(
     engine: Engine, valkey: TestServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its submitter is gone, and this process never heard of it."""
@@ -399,7 +399,7 @@ async def test_a_lane_that_nobody_registered(
     assert lanes == ["mail", "mail"]
 
 
-async def test_a_malformed_signature_and_what_stands_under_it(engine: Engine) -> None:
+async def test_a_malformed_signature_and_its_executions(engine: Engine) -> None:
     execution_id = await engine.create()
     tag, call = execution_id.tag, engine.backend.transport.call
     sigs = keys.lane(tag, "default", "sigs")

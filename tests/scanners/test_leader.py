@@ -81,7 +81,9 @@ async def test_steps_back_when_another_holds_the_lease(engine: Engine) -> None:
         assert not supervisor.leadership.is_leader
 
 
-async def test_a_process_without_progress_gives_the_lease_up_but_goes_on(engine: Engine) -> None:
+async def test_a_process_without_progress_gives_up_the_lease_but_keeps_running(
+    engine: Engine,
+) -> None:
     well = True
     leadership = LeaderElection(engine.backend, ttl_s=0.2, healthy=lambda: well)
     stop = asyncio.Event()

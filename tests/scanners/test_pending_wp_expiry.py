@@ -17,7 +17,7 @@ NAME = "pending_wp_expiry"
 INDEX = "pending_waitpoint_expiry"
 
 
-async def test_what_nobody_used_is_closed(engine: Engine) -> None:
+async def test_unused_waitpoints_are_closed(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await held(engine)
     execution_id = handle.execution_id
@@ -41,7 +41,7 @@ async def test_what_nobody_used_is_closed(engine: Engine) -> None:
     assert await members(engine, execution_id.tag, INDEX) == [long.waitpoint_id]
 
 
-async def test_more_than_a_page_and_what_is_gone(engine: Engine) -> None:
+async def test_more_than_a_page_and_deleted_executions(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await held(engine)
     for _ in range(230):

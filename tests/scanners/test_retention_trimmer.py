@@ -131,7 +131,7 @@ async def test_worker_feeds_by_age(engine: Engine) -> None:
     assert [await _length(engine, name) for name in ("default", "acme")] == [0, 0]
 
 
-async def test_a_reader_of_a_trimmed_worker_feed_is_told(engine: Engine) -> None:
+async def test_a_reader_of_a_trimmed_worker_feed_gets_an_error(engine: Engine) -> None:
     await _worker_feed(engine, "default")
     async with await engine.backend.events.subscribe_worker_events(cursor="start") as feed:
         first = await anext(feed)

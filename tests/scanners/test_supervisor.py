@@ -316,7 +316,7 @@ async def test_trouble_of_one_scanner_is_said_once_and_when_it_ends(
 
 
 @pytest.mark.corrupts
-async def test_errors_alone_are_told_at_info(
+async def test_only_errors_are_logged_at_info(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     (poison,) = await create_delayed(engine, 1)

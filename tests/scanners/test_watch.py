@@ -110,7 +110,7 @@ async def test_an_earlier_entry_of_another_process_is_seen(engine: Engine) -> No
     assert await engine.backend.upkeep.promote_delayed(soon.tag, "default", [soon]) == ["promoted"]
 
 
-async def test_a_clock_not_heard_of_for_long_is_not_trusted(engine: Engine) -> None:
+async def test_a_clock_that_was_not_read_for_long_is_not_trusted(engine: Engine) -> None:
     await create_delayed(engine, 1, in_ms=3_600_000)
     watch, territory = await _watch(engine)
     assert await watch.idle_since("delayed_promoter", territory) is not None

@@ -30,7 +30,7 @@ async def test_leases_are_revoked_after_the_timeout(engine: Engine) -> None:
     assert await scanner.scan_once("worker_drain") == ScanResult()
 
 
-async def test_a_drain_that_stopped_half_way_goes_on(engine: Engine) -> None:
+async def test_an_interrupted_drain_continues(engine: Engine) -> None:
     """The process of the operator died before it reached the partitions."""
     backend = engine.backend
     await backend.workers.register_worker(**W1)
@@ -43,7 +43,7 @@ async def test_a_drain_that_stopped_half_way_goes_on(engine: Engine) -> None:
     assert 0 < left <= 60_000
 
 
-async def test_marks_lapse_when_the_worker_is_gone(engine: Engine) -> None:
+async def test_marks_expire_after_the_worker_has_left(engine: Engine) -> None:
     backend = engine.backend
     await backend.workers.register_worker(**W1)
     waiting = await engine.create()

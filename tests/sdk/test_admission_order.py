@@ -1,4 +1,4 @@
-"""When limits open: who starts first, when jitter lets each start, what a late call undoes."""
+"""When limits open: the order of starts, jitter, and what a late call undoes."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ async def test_an_unusable_result_is_one_handlers_failure_and_nobody_elses(
 
 @pytest.mark.parametrize("variable", ["FF_MAX_PAYLOAD_BYTES", "FF_MAX_CONCURRENT_STREAM_OPS"])
 @pytest.mark.parametrize("what", ["client", "worker"])
-async def test_a_wrong_variable_is_told_without_a_server(
+async def test_a_wrong_variable_is_reported_without_a_server(
     proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, variable: str, what: str
 ) -> None:
     monkeypatch.setenv(variable, "plenty")
@@ -63,7 +63,7 @@ async def test_a_wrong_variable_is_told_without_a_server(
     assert proxy.accepted == 0
 
 
-async def test_a_wrong_namespace_is_told_without_a_server(proxy: FaultProxy) -> None:
+async def test_a_wrong_namespace_is_reported_without_a_server(proxy: FaultProxy) -> None:
     with pytest.raises(ValidationError, match="namespace"):
         await Client.connect(proxy.url, "{mine}")
     assert proxy.accepted == 0

@@ -1,4 +1,4 @@
-"""Closing that is cancelled goes on: no thread, no connection and no waiter is left behind."""
+"""A cancelled close still completes: it leaks no thread, connection or waiter."""
 
 from __future__ import annotations
 

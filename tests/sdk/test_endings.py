@@ -1,4 +1,4 @@
-"""How attempts end that nobody stopped: self-inflicted cancellations, failures beyond words."""
+"""How attempts end by themselves: self-inflicted cancellations, indescribable failures."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ async def test_an_exhausted_budget_before_and_after_a_claim(
 
 
 @pytest.mark.parametrize("required", [[], ["gpu"]], ids=["any worker", "gpu"])
-async def test_what_lacks_a_worker_says_so_first(engine: Engine, required: list[str]) -> None:
+async def test_a_missing_worker_is_reported_first(engine: Engine, required: list[str]) -> None:
     client = Client(engine.backend)
     await client.create_budget("team", {"tokens": 1})
     await client.report_usage("team", {"tokens": 1})

@@ -254,7 +254,7 @@ async def test_stop_is_immediate_and_leaves_nothing(
     worker = await make_worker(lease_ttl_ms=36_000_000)
     keeper = worker.keeper
     # Held between two looks, the keeper sleeps for twenty minutes.
-    keeper.look_every_s = 1200
+    keeper.check_every_s = 1200
     await submit(engine.backend)
     task = await worker.claim()
     assert task is not None

@@ -26,7 +26,7 @@ async def test_a_handler_that_ignores_its_cancellation_is_left_behind_by_name(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("flowfabric.sdk.runtime._WIND_UP_S", 0.1)
+    monkeypatch.setattr("flowfabric.sdk.runtime._CANCEL_WAIT_S", 0.1)
     started, leave = asyncio.Event(), asyncio.Event()
 
     async def stubborn(_: ClaimedTask) -> None:

@@ -153,7 +153,7 @@ async def test_an_unknown_execution(client: Client, engine: Engine) -> None:
         await anext(client.tail(engine.new_id()))
 
 
-async def test_goes_on_after_a_lost_connection(
+async def test_continues_after_a_lost_connection(
     engine: Engine, valkey: TestServer, proxy: FaultProxy
 ) -> None:
     async with await Client.connect(proxy.url) as client:

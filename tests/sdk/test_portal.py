@@ -138,7 +138,7 @@ def test_a_last_step_that_fails_is_raised_when_all_is_ended() -> None:
 
 
 def test_a_last_step_without_end_does_not_keep_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowfabric.sdk.loop_thread._LAST_S", 0.01)
+    monkeypatch.setattr("flowfabric.sdk.loop_thread._CLEANUP_S", 0.01)
     portal = Portal("ff-endless")
     caller = waiting(portal)
     portal.close(endless)

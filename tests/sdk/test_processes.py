@@ -78,7 +78,7 @@ async def test_signal_lets_the_handler_finish(
 
 
 @pytest.mark.parametrize("program", [("grace_s=0.1",)], indirect=True)
-async def test_after_the_grace_the_same_attempt_goes_on_elsewhere(
+async def test_after_the_grace_the_same_attempt_resumes_elsewhere(
     program: Program, engine: Engine, valkey: TestServer, tmp_path: Path
 ) -> None:
     run = await submitted(valkey, "endless")

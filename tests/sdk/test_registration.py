@@ -1,4 +1,4 @@
-"""Lanes and partitions that a failover forgot are registered again by those who use them."""
+"""Lanes and partitions that were lost in a failover are registered again by their users."""
 
 from __future__ import annotations
 

@@ -325,7 +325,7 @@ async def test_a_poll_under_way_when_it_stops_keeps_nothing(
         await worker.aclose()
 
 
-async def test_it_goes_on_after_a_restart_of_the_server(engine: Engine) -> None:
+async def test_it_continues_after_a_restart_of_the_server(engine: Engine) -> None:
     first = await started(engine)
     port = first.address[1]
     connect = partial(HttpBackend.connect, address_of(first.address))

@@ -1,4 +1,4 @@
-"""The claim loop: what becomes of every handler, and how a run ends."""
+"""The claim loop: the outcome of every handler, and how a run ends."""
 
 from __future__ import annotations
 
@@ -383,7 +383,7 @@ async def test_after_the_grace_the_lease_is_given_back_or_the_attempt_fails(
 async def test_handler_that_ignores_the_end_loses_its_lease_anyway(
     engine: Engine, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.sdk.runtime._WIND_UP_S", 0.1)
+    monkeypatch.setattr("flowfabric.sdk.runtime._CANCEL_WAIT_S", 0.1)
     started, release = asyncio.Event(), asyncio.Event()
 
     async def handler(task: ClaimedTask) -> None:

@@ -1,4 +1,4 @@
-"""What a claimed task records, and who reads it."""
+"""Recording steps of a claimed task, and reading them."""
 
 from __future__ import annotations
 

@@ -318,14 +318,14 @@ async def test_own_end_is_not_mistaken_for_a_loss(
     task.on_lease_lost = told.append
     proxy.pause()
     completing = asyncio.create_task(task.complete())
-    await until(lambda: task._landing is not None, "the call")
+    await until(lambda: task._releasing_by is not None, "the call")
     task.lease_is_lost("execution_not_active", "renewed too late")
     proxy.resume()
     await completing
     assert (told, task.lease_lost) == ([], None)
 
 
-async def test_real_loss_during_a_call_is_told_after_it(
+async def test_real_loss_during_a_call_is_reported_after_it(
     engine: Engine, make_worker: MakeWorker, valkey: TestServer, proxy: FaultProxy
 ) -> None:
     worker = await make_worker(proxy.url, valkey.url, request_timeout=0.1)
@@ -334,7 +334,7 @@ async def test_real_loss_during_a_call_is_told_after_it(
     task.on_lease_lost = told.append
     await cut_off(proxy, worker)
     completing = asyncio.create_task(task.complete())
-    await until(lambda: task._landing is not None, "the call")
+    await until(lambda: task._releasing_by is not None, "the call")
     task.lease_is_lost("lease_revoked", "by an operator")
     assert told == []
     with pytest.raises(TransportError):

@@ -1,4 +1,4 @@
-"""Every public route with every status that it can answer: which request gives which answer.
+"""Every public route with every status it can return, and the request that causes it.
 
 What follows from the kind of a route alone, such as 415 or a malformed id, has no rows here: the
 tests make those requests for all routes.

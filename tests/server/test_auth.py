@@ -321,9 +321,7 @@ async def test_without_a_token_the_server_warns(
 # --- rate limits ----------------------------------------------------------------------------
 
 
-async def test_a_token_over_its_rate_is_told_when_to_come_back(
-    serve: Serving, tmp_path: Path
-) -> None:
+async def test_a_token_over_its_rate_gets_a_retry_after(serve: Serving, tmp_path: Path) -> None:
     slow, limited = new_token("slow", ["read"], None, rate_per_s=0.5, burst=2)
     fast, free = new_token("fast", ["read"], None)
     write_tokens(tmp_path / "tokens", [limited, free])

@@ -89,9 +89,7 @@ async def test_without_valkey_calls_fail_with_the_kind_of_fault(
         }
 
 
-async def test_without_valkey_503_says_when_to_try_again(
-    engine: Engine, valkey: TestServer
-) -> None:
+async def test_without_valkey_503_has_a_retry_after(engine: Engine, valkey: TestServer) -> None:
     rotation = {"new_kid": "k2", "new_secret_hex": "cd" * 32}
     async with cut_off(valkey) as http:
         for answer, error in (

@@ -150,7 +150,7 @@ async def test_an_execution_of_others_is_not_shown(subjects: Subjects) -> None:
     assert (await subjects.http.post("/v1/executions", body)).status == 200
 
 
-async def test_a_cancellation_that_goes_on(http: Http, engine: Engine) -> None:
+async def test_a_cancellation_that_continues_in_the_background(http: Http, engine: Engine) -> None:
     await set_units(engine, 1)
     flow = await submitted(engine, "a b c")
     answer = await http.post(f"/v1/flows/{flow.flow_id}/cancel", stop(flow.flow_id))
@@ -222,7 +222,7 @@ async def test_members_are_listed_by_id(http: Http, engine: Engine) -> None:
     assert (await http.get(f"{path}?cursor={foreign}")).kind == (400, "invalid_cursor")
 
 
-async def test_an_edge_whose_child_is_gone_or_elsewhere(
+async def test_an_edge_whose_child_is_missing_or_in_another_partition(
     http: Http, engine: Engine, subjects: Subjects
 ) -> None:
     facts = await subjects.make("staged")

@@ -134,7 +134,7 @@ async def test_waiting_ends_when_the_execution_does(http: Http, engine: Engine) 
     assert outcome.json["public_state"] == "completed"
 
 
-async def test_waiting_in_vain(http: Http, engine: Engine) -> None:
+async def test_a_wait_that_times_out(http: Http, engine: Engine) -> None:
     execution_id = await engine.create()
     path = f"{PATH}/{execution_id}"
     state = await http.get(f"{path}/state?wait_ms=20")

@@ -163,7 +163,7 @@ async def test_workers_that_wait_share_a_doorbell_and_each_ring_wakes_one(engine
         assert sorted(found) == [0] * 15 + [1] * 5
 
 
-async def test_a_poll_of_a_client_that_has_gone_ends_and_takes_nothing(engine: Engine) -> None:
+async def test_a_poll_ends_without_a_claim_when_its_client_disconnects(engine: Engine) -> None:
     async with server(engine) as (process, http):
         poll = asyncio.ensure_future(http.post(f"{CLAIM}?wait_ms=30000", ME))
         await waiting(process, 1)
@@ -174,7 +174,7 @@ async def test_a_poll_of_a_client_that_has_gone_ends_and_takes_nothing(engine: E
         assert claim["execution_id"] == execution_id
 
 
-async def test_what_was_claimed_for_a_client_that_has_gone_is_given_back(engine: Engine) -> None:
+async def test_claims_for_a_disconnected_client_are_released(engine: Engine) -> None:
     execution_id = await engine.create()
     async with server(engine) as (process, http):
         desk = process.services.remote.desk

@@ -158,7 +158,7 @@ async def test_completing_and_claiming_the_next(
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_giving_back_what_a_client_that_has_gone_would_have_got(
+async def test_claims_of_a_disconnected_client_are_released(
     http: Http, engine: Engine, valkey: TestServer, when: str
 ) -> None:
     """The repeat does what the killed server began."""

@@ -312,7 +312,7 @@ async def test_a_server_without_valkey_answers_503(engine: Engine, valkey: TestS
         await server.stop_serving()
 
 
-async def test_a_server_whose_valkey_hangs_says_so_before_probes_give_up(
+async def test_a_server_reports_a_hanging_valkey_before_probes_time_out(
     engine: Engine, valkey: TestServer
 ) -> None:
     with FaultProxy(valkey.socket_path) as proxy:

@@ -97,7 +97,7 @@ async def test_open_waitpoints_are_listed_page_by_page_without_tokens(
     assert missing.json["error"] == "not found: execution"
 
 
-async def test_tokens_are_read_by_those_who_may(http: Http, waits: Waits) -> None:
+async def test_only_authorised_callers_can_read_tokens(http: Http, waits: Waits) -> None:
     parked = await waits.park()
     path = f"/v1/executions/{parked.handle.execution_id}/waitpoints"
     found = await http.get(f"{path}/{parked.details.waitpoint_id}/token")

@@ -107,7 +107,7 @@ async def test_the_end_of_the_wait(engine: Engine) -> None:
         assert (await long).status == 204
 
 
-async def test_a_grant_for_a_client_that_has_gone_is_returned(
+async def test_a_grant_for_a_disconnected_client_is_returned(
     engine: Engine, monkeypatch: Any
 ) -> None:
     issue = engine.backend.claims.issue_claim_grant

@@ -1,4 +1,4 @@
-"""A small HTTP client for tests: sends exactly what it is told, and reads what comes back."""
+"""A small HTTP client for tests: sends exactly the given bytes, and reads the answer."""
 
 from __future__ import annotations
 

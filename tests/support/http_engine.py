@@ -1,4 +1,4 @@
-"""The engine of a test behind a real server: operations that clients have go over HTTP."""
+"""A test's engine behind a real server: operations that clients have go over HTTP."""
 
 from __future__ import annotations
 

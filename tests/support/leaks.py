@@ -1,4 +1,4 @@
-"""Finds keys nobody owns: every test ends with this look at the whole keyspace."""
+"""Finds leaked keys: every test ends with this check of the whole keyspace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of the operations that a backend leaves out."""
+"""Operations that a backend leaves out raise `unavailable`."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "unblocks members of cancelled flows",
         ADMISSION,
-        "local f = flow.that_ends(c, rec, flow.resumes(c, rec))\n",
+        "local f = flow.ending_member(c, rec, flow.resumes(c, rec))\n",
         "local f\n",
         stored.test_a_blocked_member_ends_with_its_flow,
     ),

@@ -98,7 +98,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         CASCADE,
         "if edges.open_count(g) < 1 then",
         "if false then",
-        lambda e: test_flow_faults.test_a_damaged_child_concerns_nobody_else(
+        lambda e: test_flow_faults.test_a_damaged_child_does_not_affect_others(
             e, test_flow_faults._full_counters, "success"
         ),
     ),
@@ -251,28 +251,28 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         CASCADE,
         "function cascade.spend(c, units) c.units = cascade.room(c) - units end",
         "function cascade.spend(c) cascade.room(c) end",
-        alone(lambda e: test_flow_races.test_a_call_does_no_more_than_it_may(e, 2)),
+        alone(lambda e: test_flow_races.test_a_call_stays_within_its_limit(e, 2)),
     ),
     (
         "what is left is stored",
         CASCADE,
         "'NX', c.now, name_of(flow_id, id))",
         "'XX', c.now, name_of(flow_id, id))",
-        alone(lambda e: test_flow_races.test_a_call_does_no_more_than_it_may(e, 2)),
+        alone(lambda e: test_flow_races.test_a_call_stays_within_its_limit(e, 2)),
     ),
     (
         "what is done leaves the queue",
         CASCADE,
         "elseif each.marked then",
         "elseif false then",
-        alone(lambda e: test_flow_races.test_a_call_does_no_more_than_it_may(e, 2)),
+        alone(lambda e: test_flow_races.test_a_call_stays_within_its_limit(e, 2)),
     ),
     (
         "progress is kept",
         CASCADE,
         "  record.set(c, id, rec, 'cascaded', from)\n",
         "",
-        alone(lambda e: test_flow_races.test_a_call_does_no_more_than_it_may(e, 1)),
+        alone(lambda e: test_flow_races.test_a_call_stays_within_its_limit(e, 1)),
     ),
     (
         "an upstream that runs again decides nothing",
@@ -287,7 +287,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "if count > MAX_FAILURES then",
         "if false then",
         alone(
-            lambda e: test_flow_faults.test_a_damaged_child_concerns_nobody_else(
+            lambda e: test_flow_faults.test_a_damaged_child_does_not_affect_others(
                 e, test_flow_faults._odd_edge, "success"
             )
         ),
@@ -362,7 +362,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "a cancelled flow neither promotes nor skips",
         CASCADE,
-        "local f = flow.that_ends(c, rec, flow.resumes(c, rec))",
+        "local f = flow.ending_member(c, rec, flow.resumes(c, rec))",
         "local f",
         lambda e: test_flow_cancel_rules.test_a_parked_member_ends_with_those_that_wait(
             e, "terminal"
@@ -380,7 +380,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "running members drain",
         FLOW_CANCEL,
-        "if not S.is_runnable(rec.state) or goes_on then return 'settled' end",
+        "if not S.is_runnable(rec.state) or continues then return 'settled' end",
         "",
         test_flow_cancel_rules.test_pending_members_end_and_running_ones_go_on,
     ),
@@ -394,7 +394,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "no retry in a cancelled flow",
         RETRY,
-        "if flow.that_ends(c, rec) then return false end",
+        "if flow.ending_member(c, rec) then return false end",
         "",
         test_flow_cancel_rules.test_a_failing_attempt_gets_no_retry,
     ),

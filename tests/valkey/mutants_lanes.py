@@ -149,7 +149,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         WORKERS,
         "if tonumber(until_ms) > c.now then marks",
         "if true then marks",
-        lasting.test_marks_lapse_when_the_worker_is_gone,
+        lasting.test_marks_expire_after_the_worker_has_left,
     ),
     (
         "a drain starts without a worker",

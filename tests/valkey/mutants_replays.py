@@ -57,6 +57,6 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         SUBFLOWS,
         "if OPPOSITE[kind] then",
         "if false then",
-        test_subflows.test_a_subflow_whose_cancellation_never_arrived_goes_on,
+        test_subflows.test_a_subflow_whose_cancellation_never_arrived_continues,
     ),
 ]

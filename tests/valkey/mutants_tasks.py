@@ -51,14 +51,18 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         WAITING,
         "required ~= '' and not waiting.task_in(signature)",
         "true",
-        tasks.test_the_most_signatures_of_a_lane_are_those_that_people_chose,
+        lambda e: tasks.test_the_most_signatures_of_a_lane_are_those_that_people_chose(
+            e, "default"
+        ),
     ),
     (
         "own tasks among very many",
         WAITING,
         "if used == 1 and",
         "if false and",
-        tasks.test_the_most_signatures_of_a_lane_are_those_that_people_chose,
+        lambda e: tasks.test_the_most_signatures_of_a_lane_are_those_that_people_chose(
+            e, "default"
+        ),
     ),
     (
         "the namespace of what waits",

@@ -1,4 +1,4 @@
-"""Loading a library with one guard removed, on a server of its own."""
+"""Loads a library with one guard removed, on a separate server."""
 
 from __future__ import annotations
 

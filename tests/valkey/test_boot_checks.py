@@ -87,7 +87,7 @@ def clock(*times: tuple[int, int]) -> Callable[[list[bytes]], bytes]:
         (((100, 999_999), (101, 0)), True),
     ],
 )
-async def test_a_clock_that_stands_or_goes_back_is_found(
+async def test_a_clock_that_stops_or_goes_back_is_found(
     times: tuple[tuple[int, int], ...], *, ok: bool
 ) -> None:
     async with scripted_peer(clock(*times)) as port:

@@ -1,4 +1,4 @@
-"""Bells only wake workers: whatever became of them, work comes and goes (damaged by hand)."""
+"""Damaged doorbells never stop work: they only wake workers (damaged by hand)."""
 
 from __future__ import annotations
 

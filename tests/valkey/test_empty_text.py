@@ -65,7 +65,7 @@ async def test_a_cancellation_without_a_reason(engine: Engine) -> None:
     assert [after.failure_reason] == [attempt.failure_reason for attempt in before]
 
 
-async def test_a_cancellation_by_nobody(engine: Engine) -> None:
+async def test_a_cancellation_without_a_source(engine: Engine) -> None:
     handle = await engine.running()
     await engine.backend.executions.cancel_execution(handle.execution_id, source="", fence=handle)
     assert "cancelled_by" not in await record(engine, handle.execution_id)

@@ -92,7 +92,7 @@ async def test_entries_that_do_not_belong_are_removed(engine: Engine) -> None:
     assert (await engine.backend.reads.read_execution_state(waiting)).value == "waiting"
 
 
-async def test_a_long_purge_goes_on_in_pieces(engine: Engine) -> None:
+async def test_a_long_purge_continues_in_steps(engine: Engine) -> None:
     execution_id = await _with_attempts(engine, 505)
     await engine.advance(DAY)
     assert await trim(engine, execution_id) == "purging"

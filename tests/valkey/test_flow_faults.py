@@ -324,7 +324,9 @@ DAMAGE = [
 @pytest.mark.corrupts
 @pytest.mark.parametrize("how", ["success", "failed", "cancelled"])
 @pytest.mark.parametrize("damage", DAMAGE)
-async def test_a_damaged_child_concerns_nobody_else(engine: Engine, damage: Any, how: str) -> None:
+async def test_a_damaged_child_does_not_affect_others(
+    engine: Engine, damage: Any, how: str
+) -> None:
     """08 §21.9: the upstream ends, the others go on; the child is tried again, then parked."""
     flow = await submitted(engine, "a>b a>bad a>c c>d")
     await damage(flow, "bad")

@@ -46,7 +46,7 @@ async def only_edge(flow: TestFlow, frm: str, to: str) -> str:
 
 
 @pytest.mark.parametrize("units", SMALL)
-async def test_a_call_does_no_more_than_it_may(engine: Engine, units: int) -> None:
+async def test_a_call_stays_within_its_limit(engine: Engine, units: int) -> None:
     """What it leaves is stored with it, and each further call does as much."""
     await set_units(engine, units)
     flow = await submitted(engine, " ".join(f"root>n{n}" for n in range(10)))

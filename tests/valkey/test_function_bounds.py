@@ -1,4 +1,4 @@
-"""Every library function stays short at its limits: those that test_bounds.py does not drive."""
+"""Library functions that test_bounds.py does not cover stay short at their limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grants: who gets one, what it holds, how it ends (03 §4, §5, D10)."""
+"""Grants: who gets one, what it contains, how it ends (03 §4, §5, D10)."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_a_grant_lapses_one_millisecond_later(engine: Engine) -> None:
     await grant(engine, execution_id, **OTHER)
 
 
-async def test_a_grant_whose_key_is_gone_is_invalid(engine: Engine) -> None:
+async def test_a_grant_without_its_key_is_invalid(engine: Engine) -> None:
     execution_id = await engine.create()
     held = await grant(engine, execution_id)
     await engine.backend.transport.call("DEL", keys.grant(execution_id.tag, execution_id))

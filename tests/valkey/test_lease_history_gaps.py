@@ -103,7 +103,7 @@ async def test_an_old_trim_is_a_gap_only_for_a_cursor_from_before_it(
             assert [event.execution_id for event in await take(history, 2)] == [later, later]
 
 
-async def test_a_slow_reader_that_was_overtaken_is_told(
+async def test_a_slow_reader_that_was_overtaken_gets_an_error(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "_QUEUE", 2)
@@ -183,7 +183,7 @@ async def test_batches_keep_a_feed_short(private_engine: Engine) -> None:
     assert 100 < length <= 400
 
 
-async def test_start_skips_what_is_gone(engine: Engine) -> None:
+async def test_start_skips_trimmed_entries(engine: Engine) -> None:
     _, execution_id = await after_two(engine)
     feed = keys.events(execution_id.tag)
     await engine.backend.transport.call("XTRIM", feed, "MAXLEN", 3, key=feed)
@@ -202,7 +202,7 @@ async def test_start_of_a_long_feed_that_was_trimmed(
         assert len(await take(history, 5)) == 5
 
 
-async def test_a_cursor_ahead_of_its_feed_goes_on_at_the_end(
+async def test_a_cursor_ahead_of_its_feed_continues_at_the_end(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     await lived(engine)

@@ -111,7 +111,7 @@ async def test_a_retry_has_the_full_time(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("lost", ["held", "expired", "revoked"])
-async def test_the_timer_ends_the_execution_whoever_holds_it(engine: Engine, lost: str) -> None:
+async def test_the_timer_ends_the_execution_in_any_ownership(engine: Engine, lost: str) -> None:
     start = await engine.now()
     await engine.freeze(start)
     handle = await running(engine, policy={"timeout_policy": {"attempt_timeout_ms": LIMIT}})

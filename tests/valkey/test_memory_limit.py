@@ -34,7 +34,7 @@ async def fill(engine: Engine) -> None:
     assert refused.value.kind == "out_of_memory"
 
 
-async def test_work_goes_on_and_ends(full: Engine) -> None:
+async def test_work_continues_and_ends(full: Engine) -> None:
     first, second = (await full.claim()).handle, (await full.claim()).handle
     await fill(full)
     backend = full.backend
@@ -73,7 +73,7 @@ async def test_only_what_takes_something_in_is_refused(engine: Engine) -> None:
     assert {name for name in refused if not name.startswith("ff_test_")} == TAKES_IN
 
 
-async def test_a_handler_and_those_who_watch_it_notice_nothing(full: Engine) -> None:
+async def test_handlers_and_their_watchers_are_not_affected(full: Engine) -> None:
     backend = full.backend
     handle = (await full.claim()).handle
     await backend.streams.append_frame(handle, Frame(payload=b"said before"))

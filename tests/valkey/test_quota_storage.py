@@ -47,7 +47,7 @@ async def test_all_keys_share_the_partition_of_the_policy(engine: Engine) -> Non
 
 @pytest.mark.corrupts
 @pytest.mark.parametrize("part", ["record", "window", "guards", "slots"])
-async def test_a_key_of_the_wrong_type_admits_nobody(engine: Engine, part: str) -> None:
+async def test_a_key_of_the_wrong_type_admits_no_execution(engine: Engine, part: str) -> None:
     quotas = engine.backend.quotas
     name = await policy(engine, max_requests_per_window=5, max_concurrent=5)
     good = await policy(engine, max_requests_per_window=5)

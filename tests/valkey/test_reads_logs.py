@@ -64,7 +64,7 @@ async def test_a_damaged_count_of_reclaims_costs_a_warning_not_the_claim(
     assert said(caplog, "reclaimed_often") == []
 
 
-async def test_lanes_that_share_a_partition_are_told_at_boot(
+async def test_lanes_that_share_a_partition_are_logged_at_boot(
     engine: Engine, caplog: Records
 ) -> None:
     backend = engine.backend

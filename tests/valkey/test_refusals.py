@@ -1,4 +1,4 @@
-"""What the server refuses inside a function is told as what it is, never as damaged data."""
+"""Server errors inside a function are reported as such, never as damaged data."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ async def test_no_marker_is_ever_visible(engine: Engine) -> None:
     assert await payloads(engine, handle) == [b"x"]
 
 
-async def test_nobody_waiting_costs_nothing(engine: Engine) -> None:
+async def test_closing_a_stream_without_followers_costs_nothing(engine: Engine) -> None:
     handle = await engine.running()
     before = set(await engine.dump())
     await engine.backend.executions.complete(handle)
@@ -130,7 +130,7 @@ async def test_the_list_of_followed_attempts_is_bounded(engine: Engine) -> None:
         await tail
 
 
-async def test_a_reclaim_says_what_became_of_the_attempt(engine: Engine) -> None:
+async def test_a_reclaim_stores_how_the_attempt_ended(engine: Engine) -> None:
     for name in ("reclaim", "reclaim after revoke", "reclaim over the cap"):
         handle = await prepared(engine, name, wrote=True)
         provisional = await meta(engine, handle)

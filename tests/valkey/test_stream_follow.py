@@ -122,7 +122,7 @@ async def test_lost_replies_write_nothing_twice(engine: Engine, valkey: TestServ
     assert await payloads(engine, handle) == [b"%d" % n for n in range(20)]
 
 
-async def test_a_passing_fault_is_told_once(engine: Engine, valkey: TestServer) -> None:
+async def test_a_transient_fault_is_logged_once(engine: Engine, valkey: TestServer) -> None:
     handle = await engine.running()
     with FaultProxy(valkey.socket_path) as proxy:
         client = await ValkeyBackend.connect(

@@ -196,7 +196,7 @@ async def test_best_effort_trims_to_about_what_it_keeps(engine: Engine) -> None:
     assert 300 <= await length(engine, handle) <= 400
 
 
-async def test_another_client_goes_on_with_the_document(engine: Engine, valkey: TestServer) -> None:
+async def test_another_client_continues_the_document(engine: Engine, valkey: TestServer) -> None:
     handle = await engine.running()
     await patch(engine, handle, '{"a":1}')
     async with lossy(engine, valkey) as (other, _):

@@ -177,7 +177,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         STREAMS,
         "if not before or (PROVISIONAL[before] and not PROVISIONAL[reason]) then",
         "if not before then",
-        stored_stream_close.test_a_reclaim_says_what_became_of_the_attempt,
+        stored_stream_close.test_a_reclaim_stores_how_the_attempt_ended,
     ),
     (
         "the bell",

@@ -1,4 +1,4 @@
-"""Numbered appends: a repeat writes nothing, whoever repeats it."""
+"""Numbered appends: a repeat writes nothing, from any writer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ async def test_a_lost_reply_is_repeated_once(engine: Engine, valkey: TestServer,
     assert [frame.id for frame in page.frames] == [outcome.stream_id]
 
 
-async def test_a_lost_reply_without_a_number_is_told(engine: Engine, valkey: TestServer) -> None:
+async def test_a_lost_reply_without_a_number_is_ambiguous(
+    engine: Engine, valkey: TestServer
+) -> None:
     handle = await engine.running()
     async with lossy(engine, valkey) as (client, proxy):
         proxy.drop_next_reply(b"ff_append")

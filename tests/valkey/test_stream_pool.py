@@ -39,7 +39,7 @@ async def exhausted(backend: ValkeyBackend, execution_id: object, **how: int) ->
     return error
 
 
-async def test_exhaustion_is_told_at_once(small: Engine) -> None:
+async def test_exhaustion_is_reported_immediately(small: Engine) -> None:
     handle, backend = await small.running(), small.backend
     tails = [await waiting_tail(small, handle.execution_id) for _ in range(8)]
     error = await exhausted(backend, handle.execution_id)
@@ -144,7 +144,7 @@ async def test_shutdown_ends_waiting_tails_at_once(engine: Engine) -> None:
     await append(engine, handle, b"x")
 
 
-async def test_shutdown_reports_who_outlasts_the_grace(engine: Engine) -> None:
+async def test_shutdown_reports_calls_that_outlast_the_grace(engine: Engine) -> None:
     backend = engine.backend
     with backend.stream_pool.permit(waits=False):
         started = time.monotonic()

@@ -51,7 +51,7 @@ async def test_a_timeout_among_hidden_frames_moves_on(engine: Engine) -> None:
     assert page.frames == ()
 
 
-async def test_a_waiting_tail_delays_nobody(engine: Engine) -> None:
+async def test_a_waiting_tail_does_not_delay_other_calls(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
     tail = await waiting_tail(engine, handle.execution_id, after="99999999999999-0", block_ms=2000)
     slowest = 0.0
@@ -121,7 +121,7 @@ async def test_a_cancelled_tail_spoils_nothing(engine: Engine) -> None:
         assert [frame.id for frame in page.frames] == [outcome.stream_id]
 
 
-async def test_a_tail_that_lost_its_connection_goes_on(engine: Engine, valkey: TestServer) -> None:
+async def test_a_tail_continues_after_a_lost_connection(engine: Engine, valkey: TestServer) -> None:
     handle = await engine.running()
     with FaultProxy(valkey.socket_path) as proxy:
         client = await ValkeyBackend.connect(parse_url(proxy.url), prepare_with=PartitionCounts())

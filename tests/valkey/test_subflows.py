@@ -164,7 +164,9 @@ async def test_a_deleted_flow_takes_its_subflows_with_it(engine: Engine, spread:
     assert (await engine.backend.listings.list_executions()).executions == ()
 
 
-async def test_a_subflow_that_nobody_cancelled_ends_with_its_deleted_parent(engine: Engine) -> None:
+async def test_a_subflow_without_a_cancellation_ends_with_its_deleted_parent(
+    engine: Engine,
+) -> None:
     """The message that should have cancelled it was lost."""
     flow = await parent(engine, "s", "s")
     sub = await child(flow, "x>y", spread=True)
@@ -197,7 +199,7 @@ async def test_an_end_that_arrives_after_the_replay_changes_nothing(engine: Engi
     assert await flow.state("s") == "completed"
 
 
-async def test_a_subflow_whose_cancellation_never_arrived_goes_on(engine: Engine) -> None:
+async def test_a_subflow_whose_cancellation_never_arrived_continues(engine: Engine) -> None:
     await without_followups(engine)
     flow = await parent(engine, "s")
     sub = await child(flow, "x", spread=True)

@@ -174,7 +174,9 @@ async def test_a_lost_suspend_is_answered_from_memory(engine: Engine, valkey: Te
     await waits.send(outcome)
 
 
-async def test_a_lost_suspend_without_a_key_is_told(engine: Engine, valkey: TestServer) -> None:
+async def test_a_lost_suspend_without_a_key_is_ambiguous(
+    engine: Engine, valkey: TestServer
+) -> None:
     await Waits.open(engine)
     handle = await engine.running()
     async with lossy(engine, valkey) as (client, proxy):
@@ -261,7 +263,9 @@ async def test_a_lost_signal_counts_once_and_tells_its_effect(
     assert signal.signal_id == outcome.signal_id
 
 
-async def test_a_lost_resume_is_told_and_not_repeated(engine: Engine, valkey: TestServer) -> None:
+async def test_a_lost_resume_is_ambiguous_and_not_repeated(
+    engine: Engine, valkey: TestServer
+) -> None:
     waits = await Waits.open(engine)
     parked = await waits.park()
     execution_id = parked.handle.execution_id

@@ -76,7 +76,7 @@ async def test_a_page_of_the_suspended_reads_the_lanes_of_its_partition(engine: 
 
 
 @pytest.mark.corrupts
-async def test_rows_whose_suspension_is_gone_are_skipped(engine: Engine) -> None:
+async def test_rows_whose_suspension_has_ended_are_skipped(engine: Engine) -> None:
     waits = await Waits.open(engine)
     parked = [await waits.park(GO, handle=await running(engine)) for _ in range(5)]
     ids = sorted(one.handle.execution_id for one in parked)

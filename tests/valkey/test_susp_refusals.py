@@ -99,7 +99,9 @@ async def raw_suspend(waits: Waits, handle: Handle, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("extra", [["fresh", "", "x"], ["fresh", "x", ""]])
-async def test_a_malformed_extra_binding_is_told_first(engine: Engine, extra: list[str]) -> None:
+async def test_a_malformed_extra_binding_is_reported_first(
+    engine: Engine, extra: list[str]
+) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
     ghost = msgspec.structs.replace(handle, execution_id=engine.new_id())

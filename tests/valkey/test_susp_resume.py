@@ -1,4 +1,4 @@
-"""The way back: at once or delayed, by signal or by hand, and what the next lease is told."""
+"""Resuming: at once or delayed, by signal or by hand, and what the next claim contains."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_a_signal_makes_it_claimable(engine: Engine) -> None:
     assert "resumed" not in await event_types(engine, execution_id)
 
 
-async def test_all_waitpoints_close_whoever_was_signalled(engine: Engine) -> None:
+async def test_all_waitpoints_close_whichever_was_signalled(engine: Engine) -> None:
     waits = await Waits.open(engine)
     parked = await waits.park(Count(n=1, waitpoints=("a", "b", "c")))
     await waits.send(parked, at=1)

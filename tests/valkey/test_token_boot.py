@@ -178,7 +178,7 @@ def test_the_folder_keeps_its_secret(tmp_path: Path) -> None:
     assert folder_secret(other) != first
 
 
-def test_who_mints_at_the_same_time_gets_the_same(tmp_path: Path) -> None:
+def test_processes_that_mint_at_the_same_time_get_the_same_secret(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         minted = set(pool.map(folder_secret, [tmp_path] * 64))
     assert len(minted) == 1

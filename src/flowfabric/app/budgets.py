@@ -15,17 +15,17 @@ from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.task import ClaimedTask
 
 log = logging.getLogger(__name__)
-_WALL = "wall_ms"
-_STOPS = (asyncio.CancelledError, Interrupted)
-"""How a block is stopped: by a timeout of its own, or because its attempt must stop."""
-_STOPPING_S = 1.0
-"""How long a stopped block may take to count what it spent: less than a worker that stops waits."""
+_WALL_MS = "wall_ms"
+_STOP_ERRORS = (asyncio.CancelledError, Interrupted)
+"""Raised in a block that is stopped: by its own timeout, or because its attempt must stop."""
+_COUNT_STOPPED_S = 1.0
+"""How long a stopped block may take to count what it spent; shorter than the worker's wind-up."""
 
 
-async def _count_though_stopped(budget: str, counting: Awaitable[object]) -> None:
-    """Count what a stopped block spent, best effort: whatever stopped it continues."""
+async def _count_stopped_block(budget: str, counting: Awaitable[object]) -> None:
+    """Count what a stopped block spent, best effort, without hiding what stopped it."""
     try:
-        async with asyncio.timeout(_STOPPING_S):
+        async with asyncio.timeout(_COUNT_STOPPED_S):
             await counting
     except (EngineError, TimeoutError) as error:
         message = "could not count what a stopped task spent of budget %s: %s"
@@ -54,10 +54,10 @@ class UsageReport:
         return self._report(self._default_key(), enforce=True).__await__()
 
     def _default_key(self) -> str:
-        """The same when a handler that starts again in its attempt repeats the report.
+        """A key that stays the same if the handler restarts in its attempt and reports again.
 
-        The number alone does not tell: the handler may skip what it remembers from before, and
-        other amounts are other usage.
+        The call number alone is not enough: a restarted handler may skip memoised work, so the
+        key includes the amounts.
         """
         amounts = repr(sorted(self._amounts.items())).encode(errors="backslashreplace")
         digest = sha1(amounts, usedforsecurity=False).hexdigest()[:16]
@@ -77,15 +77,15 @@ class UsageReport:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # How long it takes is no sign of other usage.
+        # Before adding the duration, which differs in every repeat.
         key = self._default_key()
-        self.add(**{_WALL: round((time.monotonic() - self._started) * 1000)})
+        self.add(**{_WALL_MS: round((time.monotonic() - self._started) * 1000)})
         if kind is None or issubclass(kind, Exception):
-            # The exception of the block matters more than a breach, so it is not replaced by one.
+            # An exception of the block matters more than a breach, so do not replace it.
             await self._report(key, enforce=kind is None)
-        elif issubclass(kind, _STOPS):
-            await _count_though_stopped(self._budget, self._report(key, enforce=False))
-        # Otherwise the handler waits; it reports when it starts again.
+        elif issubclass(kind, _STOP_ERRORS):
+            await _count_stopped_block(self._budget, self._report(key, enforce=False))
+        # Otherwise the handler was suspended; it reports when it restarts.
 
 
 class BudgetHold:
@@ -140,9 +140,9 @@ class BudgetHold:
             await self.settle()
         elif issubclass(kind, Exception):
             await self._settled({})
-        elif issubclass(kind, _STOPS):
-            await _count_though_stopped(self._budget, self._settled({}))
-        # Otherwise the handler waits, which releases the hold.
+        elif issubclass(kind, _STOP_ERRORS):
+            await _count_stopped_block(self._budget, self._settled({}))
+        # Otherwise the handler was suspended, which releases the hold.
 
 
 class SyncBudgetHold(SyncTwin[BudgetHold]):

@@ -69,7 +69,7 @@ class Arguments:
         self._needed = frozenset(each.name for each in needed)
 
     def _refuse(self, what: str, field: str, hint: Any) -> None:
-        """Refuse a type that cannot be carried, where the task is defined."""
+        """Reject a type that cannot be encoded when the task is defined, not when it runs."""
         kind = annotation(hint)
         if kind.problem:
             raise ConfigError("task", f"{self._name}(): {what} ({kind}) {kind.problem}", field)
@@ -77,7 +77,7 @@ class Arguments:
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """The arguments as they are sent: all by position or all by name.
 
-        Refuses a call that the function does not accept, before anything is sent.
+        Raises an error if the function does not accept the call.
         """
         if kwargs:
             if not args and self._needed <= kwargs.keys() <= self._named:
@@ -87,7 +87,7 @@ class Arguments:
         return self._bind(args, kwargs)
 
     def normal_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-        """The same for every way to write a call: by position as far as possible."""
+        """The call in one canonical form, however it was written: by position where possible."""
         args, kwargs = self.bind(args, kwargs)
         positional, named = list(args), dict(kwargs)
         for name in list(self._types)[len(args) : self._most]:
@@ -97,7 +97,7 @@ class Arguments:
         return tuple(positional), named
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-        """Calls that mix both forms, and calls that do not fit."""
+        """The slow path of `bind`: calls that mix both forms, and calls that do not fit."""
         placeholders = (None, *args) if self.takes_context else args
         try:
             bound = self._signature.bind(*placeholders, **kwargs)
@@ -150,7 +150,7 @@ class Arguments:
         types = self._types
         if len(args) > len(types):
             raise PayloadMismatch(f"takes {plural(len(types), 'argument')}, got {len(args)}")
-        # The function itself refuses names that it does not know.
+        # The function itself rejects unknown names.
         known = kwargs.keys() & types.keys()
         try:
             given = zip(types.values(), args, strict=False)
@@ -195,13 +195,13 @@ def _hints(function: Callable[..., Any], name: str) -> dict[str, Any]:
     try:
         return get_type_hints(function, include_extras=True)
     except (NameError, AttributeError) as error:
-        # Also what is imported only for type checkers.
+        # Covers names that are imported only for type checkers.
         problem = f"an annotation cannot be resolved: {error}. Import or define it before the task"
         raise ConfigError("task", f"{name}(): {problem}.") from error
 
 
 def scoped_key(kind: str, key: str) -> str:
-    """An idempotency key as the engine knows it: it belongs to the task."""
+    """The idempotency key that the engine stores: keys are scoped to their task."""
     return f"{kind}\x1f{key}"
 
 
@@ -348,9 +348,9 @@ def check_sizes(payloads: Sequence[bytes], limit: int) -> None:
 async def sent(
     sizes: list[int], send: Callable[[Sequence[int]], Awaitable[Sequence[T]]]
 ) -> list[T]:
-    """What `send` returns for each position. While the server stores a part, others are prepared.
+    """What `send` returns for each position; prepares the next parts while one is being stored.
 
-    `sizes`: that of the payload at each position.
+    `sizes` are the payload sizes by position.
     """
     parts = deque(in_parts(list(range(len(sizes))), sizes))
     answers: dict[int, T] = {}

@@ -55,7 +55,7 @@ def encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
 
 
 def digest(*values: Any) -> bytes:
-    """16 bytes that are the same for the same values, in whatever order sets and mappings are."""
+    """A 16-byte digest that does not depend on the order of sets and mappings."""
     try:
         data = _encode_sorted(values)
     except TypeError:
@@ -86,7 +86,7 @@ def _refuse_non_finite(value: Any, field: str) -> None:
         if _may_be_non_finite(_packer.encode(value)) is None:
             return
     except OverflowError:
-        # MessagePack cannot represent every whole number: check every value.
+        # MessagePack cannot represent every integer, so check value by value.
         pass
     found = _find(msgspec.to_builtins(value, enc_hook=_plain), field)
     if found is not None:

@@ -39,7 +39,7 @@ V = TypeVar("V")
 
 _FRAME_BYTES = 65_536
 _NUMBER_BYTES = 64
-"""Room for the metadata of a part, which counts towards the size of its frame."""
+"""Space to leave for a part's metadata, which counts towards the frame size."""
 _CONTINUES = 0b1000_0000
 _CONTINUES_MASK = 0b1100_0000
 

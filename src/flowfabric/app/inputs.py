@@ -23,13 +23,13 @@ class Reference(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
     """The inputs that replace it."""
     how: str = "one"
-    """`one`: the result; `any`: that of the input that decided; `some`: a list of all results."""
+    """`one`: the result; `any`: the result of the deciding input; `some`: a list of all results."""
 
 
 def encode_referring(arguments: Any) -> bytes:
     """Arguments in which each `Reference` becomes `{marker: …}`.
 
-    The marker is one that no key of the data equals, so no data can be taken for a reference.
+    No key in the data equals the marker, so data is never mistaken for a reference.
     """
     marker = _FIRST_MARKER
     while True:
@@ -98,7 +98,7 @@ def decoded(given: FlowInput, into: Any = Any) -> Any:
 
 
 def missing_note(given: FlowInputs) -> str:
-    """Names the inputs without a result, for the error about arguments that do not fit."""
+    """A suffix for the error about misfit arguments: the inputs that have no result."""
     missing = [f"{n!r} {each.outcome}" for n, each in given.inputs.items() if each.result is None]
     if not missing:
         return ""

@@ -98,7 +98,7 @@ class Run(Generic[R_co]):
         raise invalid_input("id", problem)
 
     async def _connect(self) -> Client:
-        """The client of this event loop; the id is known then."""
+        """The client of this event loop. Looks up the id first if only a prefix is known."""
         client = await self._open()
         if not isinstance(self._name, ExecutionId):
             self._name = await find_execution(client.backend, self._name, client.namespace)

@@ -21,16 +21,16 @@ log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _MARGIN_S = 5.0
-"""How long a drain may take beyond its grace before the event loop is tested."""
-_ASKED = 128
-"""Marks a number that another process passed on."""
+"""How long after the grace period to check whether the event loop is blocked."""
+_REQUESTED = 128
+"""Added to a signal number that was requested by another process instead of received."""
 _BLOCKED_S = 3.0
 _FLUSH_S = 3.0
 
 
 def _is_blocked(loop: asyncio.AbstractEventLoop) -> bool:
     turned = threading.Event()
-    # A closed loop has nothing left to do.
+    # A closed loop counts as not blocked.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(turned.set)
         return not turned.wait(_BLOCKED_S)
@@ -40,9 +40,9 @@ def _is_blocked(loop: asyncio.AbstractEventLoop) -> bool:
 class _Signals:
     """Receives SIGTERM and SIGINT even while the main thread is blocked in user code.
 
-    The interpreter writes the number of each signal into a socket, which another thread reads. A
-    handler function alone would have to wait for the main thread. It writes only if user code has
-    replaced the wakeup descriptor.
+    The interpreter writes each signal number to a socket that another thread reads: a handler
+    function would have to wait for the main thread. The handler function only writes if user code
+    has replaced the wakeup descriptor.
     """
 
     def __init__(self) -> None:
@@ -52,12 +52,12 @@ class _Signals:
             number: signal.signal(number, self._on_signal) for number in _SIGNALS
         }
         self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        # The event loop must still wake for signals; a copy, because it closes its own.
+        # Signals must still wake the event loop. A duplicate, because the loop closes its own.
         self._next = None if self._old_fd == -1 else socket.socket(fileno=socket.dup(self._old_fd))
         forget_on_fork(self)
 
     def remove(self, *, ignore: bool) -> None:
-        """Restore handlers and descriptor; `arrivals` ends. Or ignore signals from now on."""
+        """Restore the handlers, or ignore signals from now on; `arrivals` ends."""
         if not self._old_handlers:
             return
         if ignore:
@@ -69,18 +69,18 @@ class _Signals:
         self._writer.close()
 
     def forget(self) -> None:
-        """In a forked child: signals end it like any process, and do not reach its parent."""
+        """In a forked child: restore default handling, so that signals do not reach the parent."""
         if self._old_handlers:
             signal.set_wakeup_fd(-1)
             self._restore()
 
-    def ask(self, number: int) -> None:
-        """Stop as after this signal; not a second one. From any thread."""
+    def request(self, number: int) -> None:
+        """Stop as if this signal had arrived, but never count as a second one. Thread-safe."""
         with contextlib.suppress(OSError):
-            self._writer.send(bytes((number | _ASKED,)))
+            self._writer.send(bytes((number | _REQUESTED,)))
 
     def arrivals(self) -> Generator[int]:
-        """Each signal or request once, until removed; 0 after each timeout of the reader."""
+        """Yield each signal and request until `remove`; yield 0 when the reader times out."""
         with self.reader, self._next or contextlib.nullcontext():
             while True:
                 try:
@@ -90,11 +90,11 @@ class _Signals:
                     continue
                 if not data:
                     return
-                if self._next is not None and not data[0] & _ASKED:
-                    # If its buffer is full, it wakes anyway.
+                if self._next is not None and not data[0] & _REQUESTED:
+                    # If the buffer is full, the loop wakes anyway.
                     with contextlib.suppress(OSError):
                         self._next.send(data)
-                if data[0] & ~_ASKED in _SIGNALS:
+                if data[0] & ~_REQUESTED in _SIGNALS:
                     yield data[0]
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
@@ -113,17 +113,17 @@ class _Signals:
 _before_fork = threading.local()
 
 
-def _hold() -> None:
-    """Block signals during a fork: the child would pass them on to its parent."""
+def _block_signals() -> None:
+    """Block signals during a fork; otherwise the child would forward them to its parent."""
     _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
-def _release() -> None:
+def _unblock_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _before_fork.mask)
 
 
 # `forget` was registered earlier, so it runs in the child before the release.
-at_fork(before=_hold, after_in_parent=_release, after_in_child=_release)
+at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_unblock_signals)
 
 
 @contextlib.contextmanager
@@ -134,14 +134,14 @@ def on_signals(
     grace_s: float | None = None,
     release: Callable[[], object] = lambda: None,
 ) -> Generator[Callable[[int], None]]:
-    """The first SIGTERM or SIGINT calls `stop`, the second ends the process at once.
+    """Call `stop` on the first SIGTERM or SIGINT and end the process at once on the second.
 
-    `announce` logs what the end waits for, also while the event loop is blocked. The block gets a
-    function that stops as the first signal does, from any thread, and does nothing later.
+    `announce` logs what the shutdown waits for, even while the event loop is blocked. The block
+    gets a thread-safe function that acts like a first signal; later calls do nothing.
 
-    With `grace_s`, for processes that are only a worker, an event loop that is still blocked after
-    the grace period also ends the process: `release` hands its work to others first. Signals that
-    come after the block are ignored: the process is about to exit.
+    Pass `grace_s` in processes that are only a worker. If the event loop is still blocked after
+    that time, `release` gives the work back and the process ends. Signals that arrive after the
+    block are ignored, because the process is about to exit.
     """
     loop = asyncio.get_running_loop()
     if threading.current_thread() is not threading.main_thread():
@@ -152,17 +152,17 @@ def on_signals(
     def listen() -> None:
         first = received = 0
         for number in signals.arrivals():
-            # A service manager may signal this process after its supervisor has asked it to stop.
-            received += 0 < number < _ASKED
+            # A service manager may signal this process after its supervisor requested a stop.
+            received += 0 < number < _REQUESTED
             if not first:
-                first = number & ~_ASKED
+                first = number & ~_REQUESTED
                 announce()
                 with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(stop)
                 if grace_s is not None:
                     signals.reader.settimeout(grace_s + _MARGIN_S)
             elif received > 1:
-                # What still runs may never end, and may block the event loop.
+                # Running tasks may never end and may block the event loop, so do not wait.
                 os._exit(128 + number)
             elif not number and _is_blocked(loop):
                 log.critical(
@@ -174,7 +174,7 @@ def on_signals(
 
     threading.Thread(target=listen, name="ff-signals", daemon=True).start()
     try:
-        yield signals.ask
+        yield signals.request
     finally:
         signals.remove(ignore=grace_s is not None)
 
@@ -198,7 +198,7 @@ def ends_within(seconds: float, code: int, report: Callable[[], None]) -> Genera
 
 def end_process(code: int) -> NoReturn:
     """Exit at once, from any thread, after flushing output and logs."""
-    # In a thread: a blocked one may hold the lock of the stream it prints to.
+    # On a thread with a time limit: a blocked thread may hold a stream's lock.
     flushing = threading.Thread(target=_flush, name="ff-flush", daemon=True)
     flushing.start()
     flushing.join(_FLUSH_S)
@@ -208,7 +208,7 @@ def end_process(code: int) -> NoReturn:
 def _flush() -> None:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        # The reader has gone, or the stream is closed.
+        # The pipe may be broken or the stream closed.
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
 
@@ -234,7 +234,7 @@ class ThreadCall:
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        """The result. Cancelling it does not stop the call: use `interrupt`."""
+        """The result. To stop the call use `interrupt`; cancelling this future does not."""
         self._function = function
         self._context = contextvars.copy_context()
         self._lock = threading.Lock()
@@ -270,14 +270,14 @@ class ThreadCall:
         while self._thread is not None:
             try:
                 with self._lock:
-                    # After this, no exception can reach the thread's next call.
+                    # Withdraw a pending exception, so that it cannot hit the thread's next call.
                     _raise_in(self._thread, None)
                     self._thread = None
             except Interrupted as error:
                 self._error = error
 
     def deliver(self) -> None:
-        """On the handler thread: end the future."""
+        """On the handler thread: resolve the future."""
         # The loop may be closed while the process exits.
         with contextlib.suppress(RuntimeError):
             self.future.get_loop().call_soon_threadsafe(self._settle)
@@ -290,11 +290,11 @@ class ThreadCall:
             self.future.set_result(self._result)
             return
         if isinstance(error, StopIteration):
-            # A future cannot carry it.
+            # A future does not accept StopIteration.
             error = RuntimeError("the handler raised StopIteration")
             error.__cause__ = self._error
         self.future.set_exception(error)
-        # Mark it as retrieved: the caller may be gone.
+        # Mark it as retrieved: nobody may be awaiting it any longer.
         self.future.exception()
 
 
@@ -338,7 +338,7 @@ class HandlerThreads:
     def _main(self) -> None:
         while (call := self._calls.get()) is not None:
             call.run()
-            # Before delivering the result, so that the next call reuses this thread.
+            # Count as idle before delivering, so that the next call reuses this thread.
             with self._lock:
                 self._idle += 1
             call.deliver()

@@ -105,7 +105,7 @@ class Task(Generic[P, R_co]):
         self._arguments = arguments
         self._options: SubmitOptions = options or {}
         self.shared = _adjusted(shared, options, app.namespace) if options else shared
-        """What all its submissions have in common."""
+        """The fields that all its submissions share."""
         self.key = _checked_key(shared.execution_kind, self._options.get("idempotency_key"))
         """The idempotency key of a submission; empty for none."""
         self.name = self.shared.execution_kind
@@ -129,7 +129,7 @@ class Task(Generic[P, R_co]):
         return await self._app.submit_many(self, calls, idempotency_keys)
 
     def encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-        """The payload of a call; refuses one that the task's function does not accept."""
+        """The payload of a call. Raises an error if the task's function does not accept it."""
         if self._arguments is not None:
             try:
                 args, kwargs = self._arguments.bind(args, kwargs)
@@ -296,7 +296,7 @@ def as_task(app: "Fabric", task: object) -> Task[..., Any]:
 
 
 def shared_fields(name: str, **fields: Any) -> NewExecution:
-    """What the executions of a task have in common; each gets its id and payload later."""
+    """The fields that all executions of a task share; each gets its own id and payload."""
     no_id = ExecutionId.trusted("")
     return NewExecution(
         execution_id=no_id, execution_kind=name, payload_encoding=codec.JSON, **fields
@@ -304,7 +304,7 @@ def shared_fields(name: str, **fields: Any) -> NewExecution:
 
 
 def _adjusted(shared: NewExecution, options: SubmitOptions, namespace: str) -> NewExecution:
-    """The execution with these options; refuses wrong types, such as `idempotency_key=0`."""
+    """The execution with these options; rejects wrong types, such as `idempotency_key=0`."""
     _refuse_unknown(options, SubmitOptions)
     lane, delay, at = options.get("lane"), options.get("delay"), options.get("at")
     priority, tags = options.get("priority"), options.get("tags")
@@ -355,7 +355,7 @@ def _time_ms(at: object) -> int:
 
 
 def _checked_key(kind: str, key: str | None) -> str:
-    """An idempotency key that fits together with its task's name; empty for none."""
+    """The key, or empty for none; checks that it and the task's name fit the limit together."""
     if key is None or key == "":
         return ""
     scope = scoped_key(kind, "").encode(errors="surrogatepass")
@@ -386,7 +386,7 @@ def _retry(retry: object) -> Retry | None:
 def _policy(
     options: Mapping[str, Any], retry: Retry | None, namespace: str
 ) -> ExecutionPolicy | None:
-    """The execution policy of the options of a task; None if all are defaults."""
+    """The execution policy for a task's options; None if all are defaults."""
     policy: dict[str, Any] = {}
     if options.get("quota") is not None:
         policy["quota_policy_id"] = quota_id(options["quota"], namespace)
@@ -413,7 +413,7 @@ _DURATIONS = (
 
 
 def _name_of(given: object, name: str | None) -> str:
-    """The task's name; refuses what a worker could not run."""
+    """The task's name; rejects what a worker could not run."""
     if not callable(given):
         raise ConfigError("task", f"{given!r} is not a function")
     called: Any = getattr(given, "__name__", None)
@@ -432,7 +432,7 @@ def _name_of(given: object, name: str | None) -> str:
 
 
 def _is_object(given: object) -> bool:
-    """Neither a function nor something that a decorator made of one."""
+    """Whether this is neither a function nor a decorated one."""
     if hasattr(given, "__wrapped__") or inspect.isroutine(given):
         return False
     return not isinstance(given, functools.partial)

@@ -25,7 +25,7 @@ Names = str | Collection[str] | None
 
 
 class WaitOptions(TypedDict, total=False):
-    """What a wait shows to people. It has no effect on what ends the wait."""
+    """What a wait shows to people. It does not affect what ends the wait."""
 
     prompt: str | None
     """What is asked, at most 1,024 bytes; `flowfabric waiting` shows it."""
@@ -67,7 +67,7 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True):
     source_type: str
     signal_id: str = ""
     waitpoint: str = ""
-    """The name it was waited for under."""
+    """The name passed to `wait_for`."""
 
     def payload_as(self, kind: type[V]) -> V:
         """The payload as this type: a dataclass, a model, a datetime, …
@@ -108,11 +108,11 @@ class WaitTimeout(FlowFabricError, TimeoutError):
 
 
 class Waits:
-    """The waits of one handler. Answers are found by name, so a handler that starts again passes
-    the waits that were answered and stops at the next.
+    """The waits of one handler, found by name: a restarted handler passes those that were answered
+    and stops at the next.
 
-    Answers count from the submission, or a replay, to the end, through every resume, retry and
-    reclaim.
+    Answers stay valid through every resume, retry and reclaim, until the execution ends or is
+    replayed.
     """
 
     def __init__(self, task: ClaimedTask) -> None:
@@ -123,7 +123,7 @@ class Waits:
         self._turn = asyncio.Lock()
 
     def _key(self, name: str) -> str:
-        """A name that is used again gets a number, so that each use has its own answer."""
+        """The name, with a number if it was used before, so that each use has its own answer."""
         key, count = name, 1
         while key in self._taken:
             count += 1
@@ -135,14 +135,14 @@ class Waits:
     ) -> PendingWaitpoint:
         """Id and token to hand out before the next `wait_for(name)`.
 
-        A handler that starts again gets the same ones. A new attempt gets new ones unless somebody
-        has answered; the old waitpoint is closed.
+        A restarted handler gets the same ones. A new attempt gets new ones and closes the old
+        waitpoint, unless that was answered.
         """
         key = self._key(name)
         life = _WAITPOINT_LIFE_MS if expires_in is None else to_ms(expires_in, "expires_in")
         async with self._turn:
             if key not in self._pending:
-                for wait in await self._of([key]):
+                for wait in await self._past_waits([key]):
                     if wait.ended or self._usable(wait) or wait.signal_ids:
                         self._pending[key] = _pending(wait)
                         break
@@ -159,7 +159,7 @@ class Waits:
     async def wait_for(
         self, name: str, signals: Names, timeout: Limit, options: WaitOptions
     ) -> list[Signal]:
-        """Wait as `wait` does, for one of these signals or for any."""
+        """`wait` for one of these signals, or for any."""
         if signals is not None and not isinstance(signals, str):
             names = tuple(sorted(signals))
             signals = names[0] if len(names) == 1 else names or None
@@ -167,16 +167,16 @@ class Waits:
 
     async def wait(self, given: Condition, timeout: Limit, options: WaitOptions) -> list[Signal]:
         """Release the worker until the condition is met; returns the signals when the handler
-        runs again. After the timeout raises `WaitTimeout`, unless nothing else was waited for.
+        runs again. Raises `WaitTimeout` after the timeout, unless it was a `TimeoutOnly` wait.
         """
-        # A condition that names no waitpoint gets a made-up one.
+        # Every wait needs a waitpoint, even if its condition names none.
         names = conditions.referenced_waitpoint_keys(given) or ["condition"]
         keys = {name: self._key(name) for name in names}
         self._taken.update(keys.values())
         condition = _renamed(given, keys)
         async with self._turn:
             if self._task.finished_by == "suspend":
-                # Another wait of the same handler has suspended it meanwhile.
+                # Another wait of the same handler suspended it in the meantime.
                 raise Parked
             ended = await self._answered(condition, keys)
             if ended is None:
@@ -187,11 +187,11 @@ class Waits:
     async def _answered(
         self, condition: Condition, keys: Mapping[str, str]
     ) -> list[ResumeSignal] | None:
-        """The signals that ended this wait earlier; None if it did not end."""
-        past = await self._of(keys.values())
+        """The signals that already ended this wait; None if it is still open."""
+        past = await self._past_waits(keys.values())
         ended = [wait for wait in past if wait.ended]
         if not ended:
-            # Answers to waitpoints that an earlier attempt handed out and never waited for.
+            # An earlier attempt may have handed out a waitpoint that was answered before its wait.
             past = [wait for wait in past if not self._usable(wait)]
             return await self._received(condition, past) or None
         if not any(wait.timed_out for wait in ended):
@@ -201,13 +201,13 @@ class Waits:
         raise WaitTimeout(", ".join(keys))
 
     async def _received(self, condition: Condition, past: Sequence[PastWait]) -> list[ResumeSignal]:
-        """The signals that meet the condition; empty if they do not."""
+        """The received signals if they meet the condition; otherwise empty."""
         found = await asyncio.gather(*(self._task.wait_signals(wait) for wait in past))
         signals = {signal.signal_id: signal for some in found for signal in some}
         accepted = sorted(signals.values(), key=lambda signal: signal.accepted_at)
         return conditions.contributors(condition, accepted)
 
-    async def _of(self, keys: Collection[str]) -> list[PastWait]:
+    async def _past_waits(self, keys: Collection[str]) -> list[PastWait]:
         """The earlier waits under these keys, the latest first."""
         if self._task.attempt_index == 0 and self._task.handle.kind == "fresh":
             return []
@@ -216,7 +216,7 @@ class Waits:
             current = self._task.attempt_index
             stale = [w for w in past if w.state == "pending" and w.attempt_index < current]
             for wait in stale:
-                # Close them to new answers, then read those that arrived before.
+                # Close them first, so that the second read sees every answer.
                 await self._task.close_waitpoint(wait.waitpoint_id, "attempt_ended")
             if stale:
                 past = await self._task.past_waits(*keys)
@@ -245,7 +245,7 @@ class Waits:
 
     async def _pending_of(self, keys: Collection[str]) -> PendingWaitpoint | None:
         """The waitpoint that was handed out for one of the keys, now or at an earlier start."""
-        for wait in await self._of(keys):
+        for wait in await self._past_waits(keys):
             if self._usable(wait):
                 self._pending.setdefault(wait.waitpoint_key, _pending(wait))
         found = [self._pending[key] for key in keys if key in self._pending]
@@ -271,7 +271,7 @@ def _renamed(condition: Condition, keys: Mapping[str, str]) -> Condition:
 
 
 def _question(prompt: str | None, details: Any) -> dict[str, Any]:
-    """The question as the engine takes it."""
+    """The question in the engine's form."""
     if details is not None:
         details = msgspec.Raw(codec.encode(details, "details")[0])
     return {"prompt": prompt, "details": details}

@@ -95,21 +95,21 @@ class AppWorker:
             self._runtime.stop()
 
     def announce_stop(self, grace_s: float) -> None:
-        """Log, at every level, what the end of the run waits for."""
+        """Log what the shutdown waits for, whatever the log level."""
         if self._runtime is not None:
             self._runtime.announce_stop(grace_s)
 
     @property
     def backend(self) -> Backend | None:
-        """The engine that it serves; None unless it runs."""
+        """The engine that it serves; None while it is not running."""
         return None if self._runtime is None else self._runtime.worker.backend
 
     def release_leases(self) -> int:
-        """Release every lease, from any thread: others need not wait until they expire."""
-        return 0 if self._runtime is None else self._runtime.worker.keeper.give_back()
+        """Release every lease so that other workers can take over at once. Thread-safe."""
+        return 0 if self._runtime is None else self._runtime.worker.keeper.release_all()
 
     def _newest(self, kind: str, runtime: WorkerRuntime) -> Handler:
-        """The handler of a task, also after a notebook cell has defined the task again."""
+        """The handler of a task; picks up a redefinition, such as a rerun notebook cell."""
         task = self._tasks[kind]
         handle = self._handler(task, runtime)
 
@@ -141,7 +141,7 @@ class AppWorker:
                     if task.is_async:
                         call = function(*args, **kwargs)
                     else:
-                        # Checked here, where it cannot be taken for an error of the handler.
+                        # Checked before the call: a TypeError in it would be the handler's own.
                         signature.bind(*args, **kwargs)
                         bound = functools.partial(function, *args, **kwargs)
                         call = self._in_thread(claimed, bound)
@@ -161,7 +161,7 @@ class AppWorker:
             try:
                 return None if result is None else codec.encode(result, "result")
             except ValidationError as error:
-                # The work is done, and another attempt would only repeat it.
+                # Not retried: another attempt would repeat the work and fail the same way.
                 reason = _unwritable(result) or error.details[0].replace(": ", " ", 1)
                 raise HandlerFailure(f"{task.name}: the {reason}", "permanent") from None
 
@@ -172,7 +172,7 @@ class AppWorker:
         cancel_handler = claimed.on_lease_lost
 
         def lost(error: LeaseLost) -> None:
-            # From the keeper's thread, because the event loop may be blocked.
+            # Runs on the keeper's thread, because the event loop may be blocked.
             call.interrupt(error)
             if cancel_handler is not None:
                 cancel_handler(error)
@@ -200,7 +200,7 @@ class AppWorker:
             if not started.done():
                 await background
         except BaseException:
-            # A block that was never entered is never left.
+            # `__aexit__` does not run if `__aenter__` raises.
             self._background = None
             background.cancel()
             await asyncio.gather(background, return_exceptions=True)
@@ -244,7 +244,7 @@ class SyncAppWorker(SyncTwin[AppWorker]):
         return self._target.config
 
     def _call(self, use: Callable[[AppWorker], Coroutine[Any, Any, T]]) -> T:
-        # In the calling thread, because only the main thread receives signals.
+        # On the calling thread, because only the main thread receives signals.
         return asyncio.run(use(self._target))
 
     run = blocking(AppWorker.run)
@@ -258,7 +258,7 @@ class SyncAppWorker(SyncTwin[AppWorker]):
 
 
 def _unwritable(result: object) -> str | None:
-    """The likely mistake behind a result that is not a value."""
+    """The likely mistake if the result is a coroutine or generator."""
     if inspect.iscoroutine(result):
         result.close()
         return "result is a coroutine: await it and return its value"

@@ -1,4 +1,4 @@
-"""The private server a scenario runs on."""
+"""The private server that a scenario runs on."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ _health_log = logging.getLogger("flowfabric.engine.valkey.health")
 
 
 class Arena:
-    """A server of its own with a prepared engine on it, and what to measure there."""
+    """A private server with an initialised engine, and the options of the measurement."""
 
     def __init__(self, url: str, backend: Backend, options: Options, progress: Progress) -> None:
         self.url = url
@@ -43,8 +43,8 @@ class Arena:
         return (await self.backend.meta.usage()).cpu_s
 
     async def until_done(self) -> None:
-        """Return when everything submitted to the lane is claimed and completed."""
-        # A claim moves an execution from the first to the second in one step.
+        """Wait until everything submitted to the lane is claimed and completed."""
+        # In this order: a claim moves an execution atomically from the first to the second.
         await poll(self._nothing_waits)
         await poll(self._nothing_runs)
 
@@ -57,7 +57,7 @@ class Arena:
 
 
 async def poll(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Return when the condition holds."""
+    """Wait until the condition holds."""
     while not await condition():  # noqa: ASYNC110
         await asyncio.sleep(_POLL_S)
 

@@ -1,4 +1,4 @@
-"""`flowfabric bench`: cheap to import; what it measures with is loaded when it runs."""
+"""`flowfabric bench`: cheap to import; the measuring code is loaded when it runs."""
 
 import json
 import sys

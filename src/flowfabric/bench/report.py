@@ -1,4 +1,4 @@
-"""What a scenario is given and what it reports: options, progress, figures."""
+"""The options, progress and figures of a scenario."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -143,7 +143,7 @@ def as_table(report: Mapping[str, object]) -> Table:
     table = Table(title=f"{report['scenario']}: n = {report['n']:,}{runs}")
     figures = {key: f"{value:,}" for key, value in report.items() if key not in _ABOUT}
     meanings = {key: _meaning(str(report["scenario"]), key) for key in figures}
-    # Numbers and units are never cut: names wrap where the terminal is too narrow.
+    # Never cut numbers and units; names wrap if the terminal is too narrow.
     table.add_column("figure", overflow="fold")
     widest = max(map(len, figures.values()))
     table.add_column("", justify="right", no_wrap=True, min_width=widest)

@@ -134,7 +134,7 @@ async def _run(plan: Plan) -> None:
         for worker in workers
     ]
     closed = asyncio.Event()
-    # Not a thread that reads: it would keep a crashed process from exiting.
+    # Not a reading thread, which would keep a crashed process from exiting.
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), closed.set)
     ending = asyncio.create_task(closed.wait())
     noise = [asyncio.create_task(_make_noise(app, plan.noise_per_s))] if plan.noise_per_s else []
@@ -187,7 +187,7 @@ async def worker_process(
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
-            # Ctrl-C reaches only this process, which ends the other in order.
+            # Ctrl-C reaches only this process, which then stops the other one cleanly.
             start_new_session=True,
         )
         worker = WorkerProcess(process, errors)

@@ -1,4 +1,4 @@
-"""Changing many executions: count, confirmation, progress, and a summary of what was refused."""
+"""Changing many executions: count, confirm, show progress, and summarise refusals."""
 
 import asyncio
 import sys
@@ -35,20 +35,20 @@ _FINISHED = ("completed", "failed", "cancelled", "expired", "skipped")
 
 
 class Change(msgspec.Struct, frozen=True):
-    """A change of many executions, and the words for it."""
+    """A bulk change, and how messages describe it."""
 
     verb: str
     """`cancel`"""
     done: str
     """`cancelled`"""
     finished: bool
-    """Whether it is for finished executions, or for the others."""
+    """Whether it applies to finished executions or to unfinished ones."""
     apply: Callable[[Backend, ExecutionInfo], Awaitable[object]]
     warning: str = ""
-    """What the question says before the number."""
+    """What the confirmation says before the number."""
 
     def check(self, ids: Sequence[str], where: Selection) -> None:
-        """Refuse both or neither of ids and options, and a state that the change is not for."""
+        """Require either ids or options, and reject a state that the change does not apply to."""
         if ids and not where.is_empty:
             problem = "pass either IDs or options that select executions, not both"
             raise typer.BadParameter(problem, param_hint="ID")
@@ -80,7 +80,7 @@ class Tally(msgspec.Struct):
 
     changed: int = 0
     skipped: int = 0
-    """They no longer matched when it was their turn."""
+    """Executions that no longer matched when it was their turn."""
     refused: dict[str, RefusedExecutions] = {}
 
     def refuse(self, execution_id: ExecutionId, error: EngineError) -> None:
@@ -105,7 +105,7 @@ async def change_many(
     dry_run: bool,
     yes: bool,
 ) -> None:
-    """Count the executions that are named or selected, ask, change them, and print a summary."""
+    """Count the named or selected executions, ask, change them, and print a summary."""
     change.check(ids, where)
     async with session.open_backend(target) as backend:
         chosen, states = Filter(), Counter[str]()
@@ -174,7 +174,7 @@ async def _run(
     async def work() -> None:
         for execution_id in left:
             try:
-                # The question may have been open for long.
+                # The confirmation may have been open for a long time.
                 info = await backend.reads.read_execution_info(execution_id)
                 if chosen.accepts(info):
                     await change.apply(backend, info)
@@ -231,7 +231,7 @@ def _print_summary(found: int, change: Change, tally: Tally) -> None:
 
 @contextmanager
 def progress_bar(label: str, total: int | None) -> Generator[Callable[[int], None]]:
-    """A progress bar, or a running number without a total, on a terminal."""
+    """A progress bar on a terminal; without a total, only a counter."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -1,4 +1,4 @@
-"""What is logged before a command knows where its log goes, such as doubtful settings."""
+"""Keeps what is logged before a command has set up its log, such as warnings about settings."""
 
 import logging
 
@@ -6,7 +6,7 @@ _MOST = 100
 
 
 class _EarlyRecords(logging.Handler):
-    """Keeps warnings until somebody takes them. Commands without a log drop them."""
+    """Keeps warnings until `take_early_records`. Commands without a log drop them."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -21,13 +21,13 @@ _early = _EarlyRecords()
 
 
 def keep_early_records() -> None:
-    """Start to keep warnings of this process."""
+    """Start keeping the warnings of this process."""
     _early.records.clear()
     logging.getLogger("flowfabric").addHandler(_early)
 
 
 def take_early_records() -> list[logging.LogRecord]:
-    """The warnings that were kept; none are kept from now on."""
+    """Return the kept warnings and stop keeping them."""
     logging.getLogger("flowfabric").removeHandler(_early)
     found, _early.records = _early.records, []
     return found

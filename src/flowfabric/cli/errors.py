@@ -1,4 +1,4 @@
-"""How commands report errors, and standard streams that are closed, full or limited."""
+"""How commands report errors, and how they cope with closed or limited standard streams."""
 
 import os
 import re
@@ -51,7 +51,7 @@ def report(error: FlowFabricError, *, as_json: bool) -> int:
     try:
         sys.stderr.write(f"{line}\n")
     except OSError:
-        # The exit status must still be right.
+        # If standard error cannot be written, the exit status must still be right.
         discard_output(sys.stderr)
     return 2 if isinstance(error, (UsageError, BackendNotBuilt)) else 1
 
@@ -79,7 +79,7 @@ def _coloured(text: str, colour: str, *, bold: bool = False) -> str:
 
 
 def prepare_streams() -> None:
-    """Open standard streams that are closed, and make both print any text."""
+    """Open closed standard streams, and make both able to print any text."""
     # Read-only, so that writing to a closed output still fails. A closed error stream discards
     # everything: there is nowhere to report its errors.
     sys.stdout = sys.stdout or _opened(1, os.O_RDONLY)
@@ -92,12 +92,12 @@ def prepare_streams() -> None:
 
 
 def discard_output(stream: TextIO) -> None:
-    """Drop buffered output: the interpreter would try to write it again at exit."""
+    """Drop buffered output; otherwise the interpreter tries to write it again at exit."""
     _redirect_to_null(stream.fileno(), os.O_WRONLY)
 
 
 def _opened(number: Literal[1, 2], mode: int) -> Any:
-    """A stream on its usual descriptor, so that no socket gets that number."""
+    """Open a stream on its usual descriptor, so that no socket gets that number."""
     _redirect_to_null(number, mode)
     return open(number, "w", encoding="utf-8", closefd=False)
 

@@ -38,7 +38,7 @@ def _import(name: str) -> ModuleType:
     except (FlowFabricError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        # If the name does not match, something that the module imports is missing.
+        # If the name differs, the missing module is one that the application imports.
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             missing = error.name or name
             raise CliError("import", f"no module named {missing!r}", _nearest(missing)) from error

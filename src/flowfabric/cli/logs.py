@@ -27,10 +27,10 @@ _FLUSH_S = 2.0
 _IDS = frozenset({"execution_id", "attempt_index", "kind", "lane", "worker_caps_hash"})
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _COMPLETE = ("flowfabric.sdk.", "flowfabric.app.", "flowfabric.engine.outage", "flowfabric.cli.")
-"""Loggers whose messages say all that people need; their fields are for machines."""
+"""Loggers whose messages are complete for people; their fields are only for machines."""
 _TASK = "flowfabric.task."
 _TARGETS = {audit_log.name: "audit"}
-"""Loggers that have another name for those who read the records (10 §8)."""
+"""Loggers with a different name in JSON records (10 §8)."""
 _COLOURS = {"DEBUG": "90", "INFO": "36", "WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}
 
 
@@ -51,7 +51,7 @@ def set_up_logs(level: Level | None, *, as_json: bool, process: int | None = Non
     root = logging.getLogger()
     root.handlers[:] = [handler]
     if not as_json:
-        # For people, lines about tasks and the summary of each second say the same.
+        # In text, the summary of each second would repeat the lines about tasks.
         ends.setLevel(logging.CRITICAL)
     root.setLevel(minimum.upper())
     for record in take_early_records():
@@ -94,7 +94,7 @@ class BackgroundHandler(logging.Handler):
         forget_on_fork(self)
 
     def forget(self) -> None:
-        """Start over in a forked child: its parent writes the lines in the queue."""
+        """In a forked child: start over, because the parent writes the queued lines."""
         self._lines: queue.Queue[str] = queue.Queue(_MAX_WAITING)
         self._thread: threading.Thread | None = None
 
@@ -130,9 +130,9 @@ class BackgroundHandler(logging.Handler):
 
     def _write(self, line: str) -> None:
         data = f"{line}\n".encode(errors="backslashreplace")
-        # The reader may be gone, or the stream closed.
+        # The pipe may be broken or the stream closed.
         with contextlib.suppress(OSError, ValueError):
-            # Not through the stream: a blocked write would hold its lock until exit.
+            # Not through the stream object: a blocked write would hold its lock until exit.
             descriptor = self._stream.fileno()
             while data:
                 data = data[os.write(descriptor, data) :]
@@ -152,7 +152,7 @@ class TextFormatter(logging.Formatter):
         self._label = "" if process is None else f"[{process}] "
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, with the fields that the message does not mention; below it the traceback."""
+        """One line with the fields that the message does not mention, then the traceback."""
         level = f"{record.levelname:<7}"
         message = said = clean(compact_ids(record.getMessage()))
         extra = ""

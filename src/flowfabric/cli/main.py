@@ -87,7 +87,7 @@ _OTHER_NAMES = {
     "version": "about",
 }
 SYNONYMS = {name: command for command, names in _OTHER_NAMES.items() for name in names.split()}
-"""The command that people mean by another name. It is suggested, not run."""
+"""The command that people mean by another name; it is suggested, not run."""
 
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EDQUOT, errno.EFBIG)
 _SETTINGS: dict[str, Any] = {
@@ -148,7 +148,7 @@ def load_command(name: str) -> Any:
         for each, part in cast("Mapping[str, Any]", run).items():
             shared = with_shared_options(part) if iscoroutinefunction(part) else part
             group.command(each, cls=Command)(shared)
-        # With a callback, a group of one command stays a group.
+        # Without a callback, Typer would collapse a group that has only one command.
         group.callback(invoke_without_command=True)(_show_help)
         return typer.main.get_command(group)
     single = typer.Typer(add_completion=False, **_SETTINGS)
@@ -210,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 on success, 1 on failure, 2 on a usage error."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     prepare_streams()
-    # Commands print their results; those that log set their handler up later.
+    # Commands print their results. Those that log add a handler later.
     keep_early_records()
     sys.exit(_run(given or ["--help"]))
 

@@ -78,7 +78,7 @@ _QUOTING = """quote it for the shell: --payload '{"ok": true}' or, for a string,
 
 
 def read_payload(text: str) -> bytes:
-    """JSON that is given as it is, in a file, or on standard input."""
+    """JSON from the argument itself, a file, or standard input."""
     if text == "-":
         raw = sys.stdin.buffer.read()
     elif text.startswith("@"):
@@ -96,7 +96,7 @@ def read_payload(text: str) -> bytes:
 
 
 def parse_tag(text: str) -> str:
-    """The text, if it is a key and a value."""
+    """The text, if it has the form key=value."""
     if text.find("=") < 1:
         raise typer.BadParameter(f"expected key=value, got {text!r}")
     return text
@@ -159,7 +159,7 @@ class Target(msgspec.Struct, frozen=True):
     def of(
         cls, context: typer.Context, url: str | None, namespace: str | None, *, as_json: bool
     ) -> Self:
-        """Combine the options: those after the command override those before it."""
+        """Combine the options; those after the command override those before it."""
         before: Target = context.obj or Target()
         return cls(url or before.url, namespace or before.namespace, as_json)
 
@@ -178,7 +178,7 @@ def confirm(question: str, *, yes: bool, problem: str = "this cannot be undone")
         return
     if not sys.stdin.isatty():
         raise UsageError("not_confirmed", problem, "pass --yes to run it without a terminal")
-    # On Ctrl-C, asyncio's own handler would only cancel the task that waits here.
+    # asyncio's own handler for Ctrl-C would only cancel the task that waits here.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     typer.confirm(question, abort=True, err=True)
     signal.signal(signal.SIGINT, before)

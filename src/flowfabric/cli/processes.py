@@ -1,4 +1,4 @@
-"""Worker processes under a supervisor, which starts them, restarts those that die, stops all."""
+"""A supervisor of worker processes: starts them, restarts those that die, and stops them."""
 
 import asyncio
 import contextlib
@@ -21,20 +21,19 @@ from flowfabric.sdk.logs import log_always
 log = logging.getLogger(__name__)
 
 Facts = dict[str, Any]
-"""What a worker says about itself when it is ready: its tasks, its lanes, its deployment."""
+"""What a worker reports when it is ready: its tasks, lanes and deployment."""
 _VARIABLE = "_FLOWFABRIC_MEMBER"
-"""What a process knows of its place: its number, how many there are, and its link."""
+"""Tells a member its number, how many members there are, and the descriptor of its link."""
 _PAUSES_S = (0.5, 30.0)
 _STABLE_S = 60.0
-"""After this long, a death starts the pauses over."""
+"""A process that ran this long restarts without a growing pause."""
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One worker process of several, as it sees itself.
+    """This process, if it is one of several workers under a supervisor.
 
-    Its link to the supervisor is a socket: the member says once that it is ready, with its facts;
-    the supervisor says which signal it received. The link ends when the supervisor dies, however
-    that happens.
+    The link is a socket. The member sends its facts once, when it is ready; the supervisor sends
+    the signal it received. The link ends when the supervisor dies, however that happens.
     """
 
     number: int
@@ -43,29 +42,29 @@ class Member(msgspec.Struct, frozen=True):
 
     @classmethod
     def current(cls) -> Self | None:
-        """The place of this process; None if no supervisor started it."""
+        """This process as a member; None if no supervisor started it."""
         place = os.environ.pop(_VARIABLE, "")
         if not place:
             return None
         number, count, descriptor = map(int, place.split(","))
-        # Programs that handlers start must not hold it.
+        # Programs that handlers start must not inherit it.
         os.set_inheritable(descriptor, False)  # noqa: FBT003
         return cls(number, count, socket.socket(fileno=descriptor))
 
     def serve(self, facts: Facts, stop: Callable[[int], None]) -> None:
-        """Say that this process is ready, and call `stop` when all should stop."""
+        """Report that this process is ready, and call `stop` when the supervisor says so."""
         with contextlib.suppress(OSError):
             self.link.sendall(msgspec.json.encode(facts) + b"\n")
         threading.Thread(target=self._follow, args=(stop,), name="ff-member", daemon=True).start()
 
     def _follow(self, stop: Callable[[int], None]) -> None:
-        asked = b""
+        received = b""
         with contextlib.suppress(OSError):
-            asked = self.link.recv(1)
-        if not asked:
+            received = self.link.recv(1)
+        if not received:
             text = "stopping: the supervisor process has exited"
             log_always(logging.WARNING, text, action="supervisor_gone")
-        stop(asked[0] if asked else signal.SIGTERM)
+        stop(received[0] if received else signal.SIGTERM)
 
 
 class _Running(msgspec.Struct):

@@ -39,7 +39,7 @@ class Annotation:
         self.convert: Callable[[Any], Any] = _unchanged
         """Decoded JSON as this type."""
         self.problem = "" if self.anything else self._find_problem()
-        """Why values of this type cannot be carried, and what to use instead; empty if they can."""
+        """Why values of this type cannot be encoded, and what to use instead; empty if they can."""
 
     def _find_problem(self) -> str:
         try:
@@ -108,7 +108,7 @@ def annotation(hint: Any) -> Annotation:
 
 
 class Unencodable:
-    """A value that does not exist yet, so that no payload can contain it."""
+    """A value that does not exist yet and therefore cannot be part of a payload."""
 
     __slots__ = ()
 
@@ -117,17 +117,17 @@ class Unencodable:
 
 
 def enc_hook(value: Any) -> Any:
-    """What msgspec does not know, as something that it does."""
+    """Convert a value that msgspec does not know into one that it does."""
     if isinstance(value, Unencodable):
         raise TypeError(value.explanation)
     if _is_model(value.__class__):
-        # Without computed fields, and by the names of fields: what `_validated` accepts.
+        # Without computed fields, and by field name: the form that `_validated` accepts.
         return value.model_dump(mode="json", round_trip=True)
     return str(value) if isinstance(value, PurePath) else ids.enc_hook(value)
 
 
 def unordered_enc_hook(value: Any) -> Any:
-    """`enc_hook` that leaves the sets of a model what they are, for an encoder that sorts them."""
+    """`enc_hook` that keeps the sets of a model as sets, for an encoder that sorts them."""
     if _is_model(value.__class__):
         return value.model_dump(round_trip=True)
     return enc_hook(value)
@@ -143,7 +143,7 @@ def _dec_hook(wanted: type[Any], value: Any) -> Any:
 
 def _validated(validate: Callable[..., Any], value: Any) -> Any:
     try:
-        # From JSON, because a strict model takes a date as text only there.
+        # From JSON, because only there a strict model accepts dates as text.
         return validate(msgspec.json.encode(value), by_alias=True, by_name=True)
     except Exception as error:
         # A validator may raise anything.
@@ -151,7 +151,7 @@ def _validated(validate: Callable[..., Any], value: Any) -> Any:
 
 
 def _brief(error: Any) -> str:
-    """What pydantic found, without the values, which may be secret."""
+    """Pydantic's problems without the values, which may be secret."""
     if not hasattr(error, "errors"):
         return f"{type(error).__name__}: {error}"
     found = error.errors(include_url=False, include_input=False, include_context=False)
@@ -160,7 +160,7 @@ def _brief(error: Any) -> str:
 
 
 def _is_model(kind: object) -> bool:
-    """Whether this is a model of pydantic 2, which is never imported for that."""
+    """Whether this is a pydantic 2 model, without importing pydantic."""
     parts = ("__pydantic_core_schema__", "model_validate_json")
     return isinstance(kind, type) and all(hasattr(kind, part) for part in parts)
 
@@ -171,7 +171,7 @@ def _schema_problem(schema: Any) -> str:
 
 
 def _not_from_json(schema: Any) -> Iterator[str]:
-    """What a schema of pydantic accepts only as an object, and no code of a validator reads."""
+    """The part of a pydantic schema that only accepts Python objects and has no validator code."""
     match schema:
         case {"type": "is-instance", "cls": kind}:
             if not isinstance("", kind):
@@ -202,7 +202,7 @@ def _mentioned(hint: Any) -> Iterator[Any]:
 
 
 def _parts(info: inspect.Type) -> list[inspect.Type]:
-    """The type and all that it consists of."""
+    """The type and all types inside it."""
     found, known = [info], {id(info)}
     for each in found:
         inner: list[Any] = []

@@ -1,10 +1,10 @@
-"""How long to wait before a call that failed is repeated."""
+"""How long to wait before repeating a failed call."""
 
 import random
 
 
 def jittered(seconds: float) -> float:
-    """Half to all of a pause, so that many clients do not return at the same moment."""
+    """The pause, reduced by up to half at random, so that clients do not retry all at once."""
     return seconds * random.uniform(0.5, 1.0)  # noqa: S311 - not a secret
 
 
@@ -18,13 +18,13 @@ class Backoff:
         self._last_s = last_s
 
     def next_s(self) -> float:
-        """The pause that is due."""
+        """The next pause."""
         pause_s = self._next_s
         self._next_s = min(pause_s * 2, self._last_s)
         return pause_s
 
     def jittered_s(self) -> float:
-        """Half to all of the pause that is due."""
+        """The next pause, reduced by up to half at random."""
         return jittered(self.next_s())
 
     def reset(self) -> None:

@@ -11,7 +11,7 @@ _MAX_TOKENS = 256
 _MAX_CSV_BYTES = 4096
 
 _TASK = "task:"
-"""Begins the tokens that workers offer for the tasks they know; nobody else may use it."""
+"""The prefix of tokens that workers offer for the tasks they know; reserved for the engine."""
 _UNESCAPED = "".join(map(chr, range(0x21, 0x7F))).replace("%", "").replace(",", "")
 
 Side = Literal["required", "worker"]
@@ -45,7 +45,7 @@ def from_csv(csv: str, side: Side = "required") -> tuple[str, ...]:
 
 
 def task_token(kind: str) -> str:
-    """What a worker offers for a task it has a handler for.
+    """The token that a worker offers for a task it has a handler for.
 
     >>> task_token("resize, fast")
     'task:resize%2C%20fast'
@@ -54,7 +54,7 @@ def task_token(kind: str) -> str:
 
 
 def offered_csv(capabilities: Iterable[str], tasks: Iterable[str], *, no_others: bool) -> str:
-    """What a worker offers with a claim; `no_others`: it leaves other tasks to other workers.
+    """What a worker offers with a claim. With `no_others`, it takes only the tasks it knows.
 
     >>> offered_csv(("gpu",), ("resize",), no_others=True)
     'gpu,task:,task:resize'
@@ -64,13 +64,13 @@ def offered_csv(capabilities: Iterable[str], tasks: Iterable[str], *, no_others:
 
 
 def read_tasks(csv: str) -> tuple[tuple[str, ...], bool]:
-    """The tasks of a worker from their stored form, and whether it takes others too."""
+    """A worker's tasks from their stored form, and whether it also takes other tasks."""
     names = [token.removeprefix(_TASK) for token in csv.split(",") if token]
     return tuple(unquote(name) for name in names if name), "" not in names
 
 
 def signature_parts(signature: str) -> tuple[str, str]:
-    """The namespace and the required tokens, as CSV, by which waiting work is indexed.
+    """The namespace and the required tokens (CSV) in a signature, which indexes waiting work.
 
     >>> signature_parts("acme cuda,gpu"), signature_parts("gpu")
     (('acme', 'cuda,gpu'), ('default', 'gpu'))
@@ -111,7 +111,7 @@ class Offer:
         return self._namespaces is None or namespace in self._namespaces
 
     def covers(self, signature: str) -> bool:
-        """Whether it may take executions with a signature."""
+        """Whether it may take executions with this signature."""
         namespace, required = signature_parts(signature)
         if not self.serves(namespace):
             return False
@@ -128,7 +128,7 @@ def missing(required: Iterable[str], offered: Iterable[str]) -> tuple[str, ...]:
 
 
 def log_digest(csv: str) -> str:
-    """What log records show of offered tokens: FNV-1a of 64 bits, its halves xor-ed.
+    """A digest of offered tokens for log records: 64-bit FNV-1a with its halves xor-ed.
 
     >>> log_digest("cuda,gpu")
     'c952a6c4'

@@ -209,7 +209,7 @@ _word = re.compile(r"[a-z_]+: ?([A-Za-z_]+)(?:\([0-9]+\))?(?=$|: ['\"])").match
 
 
 def meaning(detail: str) -> str:
-    """What the word in a detail means, or an empty text."""
+    """The meaning of the word in a detail; empty if it has none."""
     found = _word(detail)
     return _DETAIL_WORDS.get(found[1], "") if found else ""
 
@@ -247,7 +247,7 @@ OURS = frozenset(
         *("execution_being_deleted", "lane_placement_changed"),
     }
 )
-"""Codes that the catalogue of 02 §16 does not have."""
+"""Codes that are not in the catalogue of 02 §16."""
 
 
 class FaultKind(NamedTuple):
@@ -255,11 +255,11 @@ class FaultKind(NamedTuple):
 
     retryable: bool
     passing: bool
-    """It usually ends by itself within seconds: the transport repeats the call."""
+    """It usually ends by itself within seconds, so the transport repeats the call."""
     hint: str
 
 
-# `P` passes by itself, `R` is retryable once someone has acted, `T` is terminal.
+# `P`: passes by itself; `R`: retryable after someone has acted; `T`: terminal.
 _FAULTS = """
 transport P Check that Valkey is reachable.
 protocol T Check that the address is a Valkey server and not a proxy or another service.

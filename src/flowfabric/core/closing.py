@@ -30,7 +30,7 @@ class ClosedOnce(AsyncClosing):
         return self._ending is not None
 
     async def aclose(self) -> None:
-        """Close it; every call returns when all is closed."""
+        """Close it; every call returns once everything is closed."""
         if self._ending is None:
             self._ending = asyncio.create_task(self._close())
         await asyncio.wait([self._ending])
@@ -39,11 +39,11 @@ class ClosedOnce(AsyncClosing):
 
     @abstractmethod
     async def _close(self) -> None:
-        """Take every step, even if one is cancelled: a loop that ends cancels all tasks."""
+        """Close everything, even if a step is cancelled: a loop that ends cancels all tasks."""
 
 
 class Closing(ABC):
-    """The same for ordinary code."""
+    """`AsyncClosing` for code without `await`."""
 
     @abstractmethod
     def close(self) -> None:

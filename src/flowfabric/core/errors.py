@@ -102,7 +102,7 @@ class PossiblySucceeded(FlowFabricError):
         return type(self), self.args
 
     async def verify(self) -> Verdict:
-        """What happened to the call; `superseded` if someone else has decided since."""
+        """What happened to the call; `superseded` if another call has decided since."""
         return "unknown" if self.verifier is None else await self.verifier()
 
     def __str__(self) -> str:
@@ -160,7 +160,7 @@ class EngineError(FlowFabricError):
 
     @property
     def error_class(self) -> ErrorClass:
-        """What to do about it; depends on the code alone."""
+        """What a caller should do about it; depends only on the code."""
         return self._entry.error_class
 
     @property
@@ -208,7 +208,7 @@ class NotFoundError(EngineError, groups="not_found"):
 
     @property
     def http_status(self) -> int:
-        # The waitpoint of an early signal may still be created.
+        # The waitpoint of an early signal may still be created later.
         if self.code == "waitpoint_not_found" and self.op == "deliver_signal":
             return 409
         return super().http_status
@@ -234,7 +234,7 @@ class AuthError(EngineError, groups="auth"):
 
 
 class ContentionError(EngineError, groups="contention"):
-    """Someone else was first, or the execution is in another phase."""
+    """Another caller was first, or the execution is in another phase."""
 
 
 class ConflictError(EngineError, groups="conflict"):
@@ -382,7 +382,7 @@ class ReplyError(TransportError):
 
 
 class UnknownCodeError(ReplyError):
-    """A function refused with a code that this version does not know. Nothing was changed."""
+    """A function returned an error code that this version does not know. Nothing was changed."""
 
     def __init__(
         self, code: str, *details: str, op: str = "", function: str = "", execution_id: str = ""

@@ -61,7 +61,7 @@ def _forget_parent() -> None:
 
 
 def at_fork(**hooks: Callable[[], object]) -> None:
-    """Call the hooks of `os.register_at_fork` at every fork. Windows has neither."""
+    """`os.register_at_fork`, or nothing on Windows, which has no fork."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(**hooks)
 

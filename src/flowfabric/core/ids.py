@@ -135,7 +135,7 @@ class ExecutionId(_Id):
         if shards != 1:
             return [cls.solo(lane_id, counts, shards) for _ in range(count)]
         prefix = f"{{fp:{solo_partition(lane_id, counts)}}}:"
-        # One read of random bytes for all: a read for each would take a third of the time.
+        # One read of random bytes for all ids: reading per id would take a third of the time.
         digits = os.urandom(16 * count).hex()
         return [
             str.__new__(cls, prefix + _uuid(digits[first : first + 32]))
@@ -432,7 +432,7 @@ _NAMES_KEPT = 10_000
 
 
 def given_name(uuid: str) -> str:
-    """The name from which this process derived a UUID, or the UUID: for messages.
+    """The name from which this process derived a UUID, otherwise the UUID; for messages.
 
     >>> given_name(quota_id("openai"))
     'openai'
@@ -441,7 +441,7 @@ def given_name(uuid: str) -> str:
 
 
 def as_argument(uuid: str) -> str:
-    """How a command names what `given_name` names, in its namespace."""
+    """The command-line argument, in its namespace, for what `given_name` shows."""
     name, namespace = _names.get(uuid, (uuid, "default"))
     return quote(name) + (f" --namespace {quote(namespace)}" if namespace != "default" else "")
 

@@ -9,13 +9,13 @@ from flowfabric.core.errors import CorruptionError, ValidationError
 PATCH_KIND = "json-merge-patch"
 
 NULL_SENTINEL = "__ff_null__"
-"""Stands for a literal null; a real null removes the member."""
+"""Represents a literal null, because a real null removes the member."""
 
 EMPTY = b"{}"
 """The document before the first patch."""
 
 _MAX_LEVEL = 16
-# Arrays are replaced whole, so a merge never descends into them; this bounds reading them.
+# A merge never descends into arrays, which are replaced whole; this bounds decoding them.
 _MAX_NESTING = 128
 
 

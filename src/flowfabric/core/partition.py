@@ -63,12 +63,12 @@ def lane_partitions(lane_id: str, shards: int, counts: PartitionCounts) -> list[
 
 
 def spread_partition(lane_id: str, name: bytes, shards: int, counts: PartitionCounts) -> int:
-    """The one of the lane's partitions that a name falls on."""
+    """The lane's partition that a name hashes to."""
     return (solo_partition(lane_id, counts) + crc_hqx(name, 0) % shards) % counts.flow
 
 
 def key_name(namespace: str, idempotency_key: str) -> bytes:
-    """What decides where an execution with an idempotency key is created: repeats agree on it."""
+    """The hashed name that places an execution with an idempotency key, the same for repeats."""
     return f"{namespace}\x1f{idempotency_key}".encode(errors="surrogatepass")
 
 

@@ -52,14 +52,14 @@ def _integer(low: int, high: int) -> _Parser:
 
 
 _i32 = _integer(-(2**31), 2**31 - 1)
-# The second mark is for schemas, which know no bound of 64 bits.
+# `msgspec.Meta` is for schemas, which cannot express an upper bound of 64 bits.
 U32 = Annotated[int, _integer(0, _U32_MAX), msgspec.Meta(ge=0, le=_U32_MAX)]
 U64 = Annotated[int, _integer(0, 2**64 - 1), msgspec.Meta(ge=0)]
 Timestamp = Annotated[int, _integer(-(2**63), 2**63 - 1)]
 
 
 def clamp_priority(priority: int) -> int:
-    """A priority from 0 to 9000; others move to the nearest of the two."""
+    """The priority, clamped to 0 to 9000."""
     return min(max(priority, 0), _MAX_PRIORITY)
 
 
@@ -173,7 +173,7 @@ def _parsers(struct: type[msgspec.Struct]) -> Mapping[str, _Parser]:
 
 
 def _read(struct: type[msgspec.Struct], value: Any, path: str) -> dict[str, Any]:
-    """Parse the members of an object; null is absent, an unknown name is refused."""
+    """Parse the members of an object. Null counts as absent; an unknown name is an error."""
     _check(isinstance(value, Mapping), path, "must be an object")
     parsers = _parsers(struct)
     parsed: dict[str, Any] = {}
@@ -246,7 +246,7 @@ class RetryPolicy(msgspec.Struct, frozen=True):
 
 
 Exceptions = type[Exception] | str | Collection[type[Exception] | str]
-# These state themselves whether another attempt may help.
+# These exceptions state themselves whether another attempt may help.
 _DECIDED = (RetryableError, PermanentError, BudgetExceeded, TransportError)
 
 

@@ -211,7 +211,7 @@ class StateVector(msgspec.Struct, frozen=True):
         return _PUBLIC_BY_PHASE[phase]
 
 
-# Bounded by the number of valid codes: corrupt ones raise and are never kept.
+# Bounded by the number of valid codes, because corrupt ones raise and are not cached.
 _CACHE: dict[str, StateVector] = {}
 
 

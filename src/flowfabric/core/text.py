@@ -1,4 +1,4 @@
-"""Text: truncated, counted, decoded although malformed; ages, durations and times for people."""
+"""Text helpers: truncation, plurals, lossless decoding; ages, durations and times for people."""
 
 import re
 from datetime import UTC, datetime

@@ -1,4 +1,4 @@
-"""Open a backend: the door for the layers above, whatever an address leads to.
+"""Open a backend at any kind of address. The layers above use only this module.
 
 `http://` and `https://` lead to a FlowFabric server, everything else to Valkey.
 """
@@ -67,7 +67,7 @@ def check_url(url: str) -> None:
 
 
 def _server(url: str, name: str = "url") -> "HttpLocation":
-    # Programs on Valkey do not load the client of a server.
+    # Imported here, because programs on Valkey do not need the HTTP client.
     from flowfabric.engine.http.location import HttpLocation  # noqa: PLC0415
 
     return HttpLocation(server_at(url, name=name))

@@ -1,4 +1,4 @@
-"""What people ask about flows, read through the engine's interface alone."""
+"""Reports about flows for people, read only through the engine's interface."""
 
 import asyncio
 from collections import Counter
@@ -23,7 +23,7 @@ from flowfabric.engine.paging import read_every, read_pages
 
 _PAGE = 1000
 _PAGES = 10
-"""Pages read unless the caller asks for everything."""
+"""How many pages to read unless the caller asks for everything."""
 _UPSTREAMS = 20
 _EDGE_ORDER = ("impossible", "pending", "satisfied")
 _UNITS = {
@@ -127,7 +127,7 @@ async def read_flow(backend: Backend, flow_id: str, before: FlowDetail | None = 
 
 
 class Upstream(msgspec.Struct, frozen=True, kw_only=True):
-    """A member that another one waits for, or waited for."""
+    """A member that another one depends on."""
 
     execution_id: ExecutionId
     node: str | None
@@ -145,7 +145,7 @@ class Upstream(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def member_name(node: str | None, task: str, execution_id: ExecutionId) -> str:
-    """What people call a member: its key, or its task and the start of its id."""
+    """A member's name for people: its key, or its task and the start of its id."""
     return node or f"{task} {execution_id.uuid[:8]}".lstrip()
 
 
@@ -157,7 +157,7 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     derived_state: FlowState
     held: bool
     awaited_parent: ExecutionId | None
-    """The member that owns the flow, if the flow starts after what that member waits for."""
+    """The member that owns the flow, if the flow still waits for that member's dependencies."""
     cancelled_at: int | None
     node: str | None
     upstreams: list[Upstream]

@@ -1,15 +1,15 @@
-"""How many label sets the metrics of a process have, and what happens to the rest.
+"""Limits how many label sets the metrics of a process have.
 
-A label set is one combination of label values of one metric; a histogram counts it once, however
-many buckets it has. A process shows at most `LABEL_SETS` of them (10 §9). Labels with a small fixed
-vocabulary keep their values always. The others, such as lanes, take the value `other` when their
-metric has no room left:
+A label set is one combination of label values of one metric; a histogram counts as one, however
+many buckets it has. A process shows at most `LABEL_SETS` of them (10 §9). Labels with few fixed
+values always keep them. Other labels, such as lanes, get the value `other` once their metric is
+full:
 
-- Counters and histograms name what comes first. Each metric has a share that no other can take, and
-  may take more from a common pool. A metric that is full stays full: what was named keeps its
-  series, and what was folded stays folded, so every series only grows.
-- Gauges get the rest at each scrape, divided so that none lacks room that another does not need.
-  They name their largest values.
+- Counters and histograms keep the label sets that come first. Each metric has a reserved share and
+  may take more from a common pool. A full metric stays full: a shown series stays shown and a
+  folded one stays folded, so that every series only grows.
+- Gauges divide the rest at each scrape, so that none lacks room that another does not need. They
+  keep their largest values.
 """
 
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ Labels = tuple[str, ...]
 LABEL_SETS: Final = 1000
 """The most label sets that a process shows."""
 FIXED: Final = 330
-"""Those kept for metrics with fixed labels only, and for series that are folded into `other`."""
+"""Reserved for metrics that only have fixed labels, and for the `other` series."""
 COUNTED: Final = 520
-"""The most that counters and histograms may name. Gauges have at least the remaining ones."""
+"""The most that counters and histograms may show. Gauges have at least the remaining ones."""
 OTHER: Final = "other"
 """The value of a label whose own value is not shown."""
 
@@ -44,14 +44,14 @@ class Metric(msgspec.Struct, frozen=True):
     folds: Labels = ()
     """The labels that become `other`. The others have few values, which are always shown."""
     share: int = 16
-    """How many label sets no other metric can take from a counter or histogram that folds."""
+    """The reserved number of label sets, for a counter or histogram that folds."""
     most: int = LABEL_SETS
-    """How many label sets are named before the first is folded, if there is room."""
+    """How many label sets to show before folding, if there is room."""
     peak: bool = False
     """Whether `other` is the largest folded value, as for ages. Otherwise it is their sum."""
 
     def folded(self, labels: Labels) -> Labels:
-        """The label set that stands for one that is not named."""
+        """The label set under which to count one that is not shown."""
         pairs = zip(self.labels, labels, strict=True)
         return tuple(OTHER if label in self.folds else value for label, value in pairs)
 
@@ -65,9 +65,9 @@ class LabelBudget:
         self._pool = COUNTED - sum(each.share for each in counted)
 
     def admits(self, metric: Metric) -> bool:
-        """Take one more label set for a metric that folds; False if it is full, for good.
+        """Take one more label set for a metric that folds; False if it is full, permanently.
 
-        One thread at a time.
+        Not thread-safe.
         """
         used = self._used[metric.name]
         if used >= metric.most:
@@ -85,7 +85,7 @@ class LabelBudget:
         """What to show of each gauge that folds. Needs no lock."""
         room = LABEL_SETS - FIXED - sum(self._used.values())
         shown: dict[str, Mapping[Labels, float]] = {}
-        # Whoever needs less than an equal part leaves the rest of it to those that need more.
+        # A gauge that needs less than an equal part leaves the rest to those that need more.
         ascending = sorted(gauges.items(), key=lambda each: len(each[1]))
         for left, (metric, values) in zip(range(len(gauges), 0, -1), ascending, strict=True):
             shown[metric.name] = _largest(metric, values, room // left)

@@ -1,4 +1,4 @@
-"""The lanes of a deployment with their work, read at a cost that does not grow with the work."""
+"""The lanes of a deployment and their work; the cost of reading does not grow with the work."""
 
 import asyncio
 from collections import Counter
@@ -21,13 +21,13 @@ class LaneOverview(msgspec.Struct, frozen=True, kw_only=True):
     active: int
     suspended: int
     blocked: int
-    """Those that wait for dependencies, budgets, quotas, capabilities, an operator or the lane."""
+    """Executions that wait for dependencies, limits, capabilities, an operator or the lane."""
     no_worker: int
-    """Those of them that no live worker can take."""
+    """The blocked ones that no live worker can take."""
     finished: int
     workers: int
     oldest_ms: int | None
-    """How long the longest-waiting one that a worker could claim has been claimable."""
+    """How long the longest-waiting claimable execution has been claimable."""
 
     @property
     def unfinished(self) -> int:
@@ -57,7 +57,7 @@ def _overview(
         lane=settings.lane_id,
         state=settings.state,
         reason=settings.reason,
-        # What lost its worker is in two indexes; it waits for another one.
+        # An execution that lost its worker is in two indexes; count it as waiting.
         waiting=counts["eligible"] + counts["reclaimable"],
         delayed=counts["delayed"],
         active=max(0, counts["active"] - counts["reclaimable"]),

@@ -1,4 +1,4 @@
-"""What a deployment does right now. A look costs the same however many executions there are."""
+"""The current activity of a deployment, read at a cost independent of the number of executions."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ from flowfabric.engine.overview import Wait, read_wait
 
 T = TypeVar("T")
 _SAMPLE = 1000
-"""How many completions are counted between two looks; the rate of the others is the same."""
+"""How many completions to count between two readings; enough to estimate the rate."""
 _MAX_WORKERS = 50
 _MAX_LEASES = 1000
 _MAX_SUSPENDED = 100
@@ -30,12 +30,12 @@ _FAILURES = ("failed", "expired")
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Executions per second since the last look."""
+    """Executions per second since the last reading."""
 
     submitted: float
     finished: float
     failed: float
-    """Those of the finished ones that failed or expired."""
+    """The finished ones that failed or expired."""
 
 
 class WorkerOverview(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,15 +60,15 @@ class DimensionUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveOverview(msgspec.Struct, frozen=True, kw_only=True):
-    """One look at a deployment. None means that a part could not be read."""
+    """One reading of a deployment. None means that a part could not be read."""
 
     now_ms: int
     rates: Rates | None = None
-    """None in the first look."""
+    """None in the first reading."""
     lanes: list[LaneOverview] | None
     workers: list[WorkerOverview] | None
     waits: list[Wait] | None
-    """A few of those that wait for an answer, soonest timeout first."""
+    """Some of the waits for an answer, soonest timeout first."""
     budgets: list[DimensionUse] | None
 
     def total(self, name: str) -> int:
@@ -77,7 +77,7 @@ class LiveOverview(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def unless_refused(part: Awaitable[T]) -> T | None:
-    """What was read; None if the store refused, so that the other parts are still shown."""
+    """The result; None if the store refused, so that the other parts are still shown."""
     try:
         return await part
     except EngineError as error:
@@ -87,7 +87,7 @@ async def unless_refused(part: Awaitable[T]) -> T | None:
 
 
 async def read_live(backend: Backend) -> LiveOverview:
-    """Look once, without rates."""
+    """Read once, without rates."""
     now = await backend.meta.server_time_ms()
     lanes, workers, waits, budgets = await asyncio.gather(
         unless_refused(read_lanes(backend)),
@@ -153,10 +153,10 @@ def _near(status: BudgetStatus) -> Sequence[DimensionUse]:
 
 
 class LiveReader:
-    """Looks at a deployment again and again, with rates.
+    """Reads a deployment repeatedly, with rates.
 
-    Nothing counts executions over time, so it follows the feed of completions. After a thousand of
-    them it stops until the next look: the cost of a look stays the same on a busy deployment.
+    The engine has no counters over time, so this follows the feed of completions. After a thousand
+    it stops until the next reading, so that the cost stays the same on a busy deployment.
 
     >>> async with LiveReader(backend) as reader:  # doctest: +SKIP
     ...     print(await reader.read())
@@ -183,7 +183,7 @@ class LiveReader:
             await asyncio.gather(self._following, return_exceptions=True)
 
     async def read(self) -> LiveOverview:
-        """Look now; the rates are those since the last look."""
+        """Read now; the rates are those since the last reading."""
         found = await read_live(self._backend)
         at, unfinished = time.monotonic(), found.total("unfinished")
         before, self._before = self._before, (at, unfinished)

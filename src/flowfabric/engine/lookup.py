@@ -1,4 +1,4 @@
-"""Finding an execution by what people type: an id in either spelling, a UUID, or its start."""
+"""Finding an execution from user input: an id in either spelling, a UUID, or its start."""
 
 import asyncio
 import re
@@ -39,7 +39,7 @@ class AmbiguousId(ValidationError):
 
 
 def parse_name(text: Any) -> ExecutionId | IdStart:
-    """The whole id that a text is, or the start of one; anything else is `invalid_input`."""
+    """Parse a text as an id or the start of one; anything else is `invalid_input`."""
     if not isinstance(text, str) or text.startswith("{"):
         return ExecutionId.parse(text)
     # Tables and log lines end a short id with an ellipsis.
@@ -60,7 +60,7 @@ def parse_name(text: Any) -> ExecutionId | IdStart:
 async def find_execution(
     backend: Backend, name: ExecutionId | IdStart, namespace: str | None = None
 ) -> ExecutionId:
-    """The one execution that a name stands for, in a namespace or in all of them.
+    """The execution with this name, in one namespace or in all of them.
 
     Raises `execution_not_found` or `AmbiguousId`. Looks at 100 candidates at most.
     """

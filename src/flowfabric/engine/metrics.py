@@ -326,7 +326,7 @@ class Meter:
             if metric.kind == "histogram":
                 self.histograms[metric.name] = {}
             else:
-                # A counter without labels is shown before it first counts.
+                # A counter without labels is shown even before it first counts.
                 empty = metric.kind == "counter" and not metric.labels
                 self.numbers[metric.name] = {(): 0} if empty else {}
 
@@ -370,7 +370,7 @@ class Meter:
         return values | self._budget.fold_gauges({each: values[each.name] for each in folding})
 
     def _admitted(self, name: str, labels: Labels) -> Labels:
-        """The label set under which to count a new one."""
+        """The label set under which to count a new label set."""
         metric = METRICS[name]
         if not metric.folds or self._budget.admits(metric):
             return labels
@@ -388,7 +388,7 @@ _active: Meter | None = None
 
 
 def enable() -> Meter:
-    """Keep metrics from now on. Call it before connecting: open connections are not measured."""
+    """Start collecting metrics. Call it before connecting: open connections are not measured."""
     global _active  # noqa: PLW0603 - one per process, like the process's log
     if _active is None:
         _active = Meter()
@@ -407,6 +407,6 @@ def count(name: str, *labels: str) -> None:
 
 
 def disable() -> None:
-    """Stop keeping metrics, for tests."""
+    """Stop collecting metrics; for tests."""
     global _active  # noqa: PLW0603
     _active = None

@@ -16,7 +16,7 @@ _AFTERMATH_S = 15.0
 
 
 class Outage:
-    """What the threads of a process know of the server's absence."""
+    """The outage state of a server, shared by the threads of a process."""
 
     def __init__(self, peer: str = "Valkey") -> None:
         self._peer = peer
@@ -26,12 +26,12 @@ class Outage:
 
     @property
     def lasts(self) -> bool:
-        """Whether the server was away when last heard of."""
+        """Whether the server was unreachable at the last call."""
         return self._began_at is not None
 
     @staticmethod
     def causes(error: BaseException) -> bool:
-        """Whether a call failed because the server was away."""
+        """Whether a call failed because the server was unreachable."""
         return isinstance(error, TransportError) and error.kind in _OUTAGES
 
     def noticed(self, error: BaseException, what: str) -> bool:
@@ -52,7 +52,7 @@ class Outage:
 
     def ended(self) -> None:
         """A call reached the server."""
-        # Without the lock at first: this is asked after every claim.
+        # Check without the lock first, because this runs after every claim.
         if self._began_at is None:
             return
         now = time.monotonic()
@@ -61,12 +61,12 @@ class Outage:
         if began:
             ms = round((now - began) * 1000)
             extra = {"action": "outage_ended", "duration_ms": ms}
-            # As visible as its begin.
+            # At the same level as the line about its beginning.
             text = "%s answers again after %s"
             log.warning(text, self._peer, duration(ms), extra=extra)
 
     def explains(self, error: BaseException) -> bool:
-        """Whether an attempt was lost to an outage, so that no line of its own is needed."""
+        """Whether an outage explains the loss of an attempt, so that it needs no separate line."""
         lost = self.causes(error) or self.causes(error.__cause__ or error)
         if isinstance(error, LeaseLost):
             lost = error.code == "lease_expired"

@@ -1,4 +1,4 @@
-"""What people ask of the engine, read through its interface alone, so every backend has it."""
+"""Reports about executions for people, read only through the engine's interface."""
 
 import asyncio
 from collections import Counter
@@ -25,7 +25,7 @@ from flowfabric.engine.paging import read_every, read_pages
 
 _PAGE = 1000
 _PAGES = 10
-"""Pages read unless the caller asks for everything: about a second of work."""
+"""How many pages to read unless the caller asks for everything: about a second of work."""
 _NEVER = 2**63
 _SIGNALS = 50
 STARTS_NEXT = (PublicState.WAITING, PublicState.RATE_LIMITED)
@@ -95,14 +95,14 @@ async def read_open_waitpoints(backend: Backend, execution_id: ExecutionId) -> l
 
 
 def named(waitpoints: list[OpenWaitpoint], name: str) -> list[OpenWaitpoint]:
-    """Those with this id or key. A handler's second wait under one key has a number."""
+    """The waitpoints with this id or key. A handler's second wait under a key has a number."""
     found = [one for one in waitpoints if name in (one.waitpoint_id, one.waitpoint_key)]
     numbered = (name, "#")
     return found or [w for w in waitpoints if w.waitpoint_key.rpartition("#")[:2] == numbered]
 
 
 async def read_wait(backend: Backend, execution_id: ExecutionId) -> tuple[Wait, LastWait | None]:
-    """What one execution waits for, in any state, and its newest suspension."""
+    """What an execution in any state waits for, and its newest suspension."""
     info, waitpoints, last = await asyncio.gather(
         backend.reads.read_execution_info(execution_id),
         read_open_waitpoints(backend, execution_id),
@@ -149,7 +149,7 @@ async def list_waits(
 
 
 async def _read_if_suspended(backend: Backend, execution_id: ExecutionId) -> Wait | None:
-    """None if it was answered or deleted since it was listed."""
+    """The wait; None if it was answered or deleted since it was listed."""
     try:
         wait, _ = await read_wait(backend, execution_id)
     except NotFoundError:
@@ -167,9 +167,9 @@ class ReachedLimits(msgspec.Struct, frozen=True):
 async def read_limits(
     backend: Backend, execution_id: ExecutionId, state: PublicState
 ) -> ReachedLimits:
-    """Which of the limits that an execution in this state names are reached now.
+    """Which limits of an execution are reached now; only for one that waits to start.
 
-    None unless it waits to start. What cannot be read is left out: `blocking_detail` names it.
+    A limit that cannot be read is left out; `blocking_detail` names it.
     """
     if state not in STARTS_NEXT:
         return ReachedLimits()
@@ -206,15 +206,15 @@ class ExecutionDetail(msgspec.Struct, frozen=True, kw_only=True):
     why_not_running: executions.WhyWaiting | None
     """None if it has finished."""
     limits: ReachedLimits
-    """What keeps it from starting, of the budgets and the quota policy it names."""
+    """The budgets and the quota that keep it from starting."""
     waitpoints: list[OpenWaitpoint]
     """Open waitpoints, without their tokens."""
     wait: LastWait | None
     """The newest suspension, open or closed."""
     signals: list[ResumeSignal]
-    """What earlier waits received, oldest first; at most the newest 50."""
+    """The signals that earlier waits received, oldest first; at most the newest 50."""
     membership: Membership | None
-    """Its flow, and the executions before it there."""
+    """Its flow, and its upstreams there."""
     now_ms: int
 
     @property
@@ -224,7 +224,7 @@ class ExecutionDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def read_detail(backend: Backend, execution_id: ExecutionId) -> ExecutionDetail:
-    """Read it all. Raises `execution_not_found` if the execution is deleted meanwhile."""
+    """Read everything. Raises `execution_not_found` if the execution is deleted meanwhile."""
     reads = backend.reads
     (info, result), snapshot, policy, context, now = await asyncio.gather(
         reads.read_outcome(execution_id),

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: rendered for a web server of yours, or served on a port of their own."""
+"""Metrics for Prometheus: rendered for your own web server, or served on a separate port."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ _REFRESH_S = 2.0
 
 
 class _Numbers(Collector):
-    """What FlowFabric adds to the registry of prometheus-client."""
+    """FlowFabric's collector in the registry of prometheus-client."""
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -70,12 +70,12 @@ def _histogram(metric: metrics.Metric, found: dict[metrics.Labels, metrics.Histo
     return family
 
 
-# Beside what the application itself counts with prometheus-client. Shows nothing while off.
+# Registered beside the application's own metrics; empty while metrics are off.
 REGISTRY.register(_Numbers())
 
 
 def enable() -> metrics.Meter:
-    """Keep metrics in this process from now on. Call it before anything connects.
+    """Start collecting metrics in this process. Call it before anything connects.
 
     >>> meter = enable()
     """
@@ -96,7 +96,7 @@ _reading: set[asyncio.Task[None]] = set()
 async def scrape(gauges: Gauges) -> bytes:
     """Read the gauges of the deployment, then `render`. Gauges that are slow keep their values."""
     reading = asyncio.create_task(gauges.refresh(), name="ff-gauges")
-    # Not cancelled when it is late: a large deployment may always need longer.
+    # Not cancelled when it is late, because a large deployment may always take longer.
     _reading.add(reading)
     reading.add_done_callback(_reading.discard)
     await asyncio.wait({reading}, timeout=_REFRESH_S)
@@ -134,7 +134,7 @@ class MetricsServer:
         self.port: int = self._server.server_port
 
     def _refresh(self) -> None:
-        """From a thread of the server. A blocked or closed loop leaves the gauges as they were."""
+        """Read the gauges, from a server thread; skipped while the loop is blocked or closed."""
         reading = self._gauges.refresh()
         try:
             asyncio.run_coroutine_threadsafe(reading, self._loop).result(_REFRESH_S)

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 _MAX_AGE_S = 5.0
 _REST = 10
-"""A slow read rests ten times as long as it took, so that it takes a tenth of the time at most."""
+"""Pause this many times as long as the read took, so that reads use a tenth of the time at most."""
 _KIDS_EVERY_S = 60.0
 _MAX_PLACES = 256
 _MAX_SUSPENDED = 2000
@@ -44,7 +44,7 @@ class Gauges:
         self._gate = asyncio.Lock()
 
     async def refresh(self) -> None:
-        """Read everything that is not known from a moment ago."""
+        """Read everything that was not read just before."""
         async with self._gate:
             started = time.monotonic()
             if started < self._due_at:
@@ -83,7 +83,7 @@ class Gauges:
         await self._read_suspended({lane: of["suspended"] for lane, of in counts.items()})
 
     async def _read_suspended(self, totals: dict[str, int]) -> None:
-        """Count suspensions by lane and reason; those beyond the first ones have no reason."""
+        """Count suspensions by lane and reason; beyond the first ones, the reason is not read."""
         found: Counter[Labels] = Counter()
         if any(totals.values()):
             async for entry_lane, reason, _ in self._suspended(_MAX_SUSPENDED):

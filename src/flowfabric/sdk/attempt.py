@@ -1,4 +1,4 @@
-"""The base of every operation of a claimed task: its claim, its lease, its single end."""
+"""What every operation of a claimed task builds on: its claim, its lease and its single end."""
 
 import asyncio
 import logging
@@ -27,9 +27,9 @@ T = TypeVar("T")
 _TRIES = 3
 _PAUSES_S = (0.1, 1.0)
 DROP_PAUSE_S = 0.1
-"""How long a dropped task keeps its lease, so that code that drops every task does not spin."""
-# The keeper's thread reports a loss while a call of the task may be in flight.
-_loss = threading.Lock()
+"""How long to wait before releasing a dropped task; prevents a tight loop of claims and drops."""
+# The keeper's thread may report a loss while a call of the task is in flight.
+_loss_lock = threading.Lock()
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
@@ -48,11 +48,11 @@ class HeldAttempt:
     resume_cause: ResumeCause | None = None
     """What ended the last suspension."""
     held: HeldLease = field(init=False)
-    _landing: str | None = None
+    _releasing_by: str | None = None
     _late_loss: errors.LeaseLost | None = None
     _writer: FrameWriter | None = None
     trace: AttemptTrace | None = None
-    """Its spans; None while tracing is off."""
+    """The spans of this attempt; None while tracing is off."""
 
     def __post_init__(self) -> None:
         claim = self.claim
@@ -63,8 +63,8 @@ class HeldAttempt:
 
     def __del__(self) -> None:
         if self.finished_by is None:
-            self.finished_by = "forgotten"
-            self._owner.forgotten(self.held)
+            self.finished_by = "task_dropped"
+            self._owner.task_dropped(self.held)
 
     @property
     def handle(self) -> Handle:
@@ -98,7 +98,7 @@ class HeldAttempt:
 
     @property
     def lease_epoch(self) -> int:
-        """Rises with every claim: hand it to external systems as a fencing token."""
+        """Grows with every claim: pass it to external systems as a fencing token."""
         return self.claim.handle.lease_epoch
 
     @property
@@ -108,7 +108,7 @@ class HeldAttempt:
 
     @property
     def execution_kind(self) -> str:
-        """Which handler it is for."""
+        """The name of the task."""
         return self.claim.execution_kind
 
     @property
@@ -128,7 +128,7 @@ class HeldAttempt:
 
     @property
     def log_fields(self) -> dict[str, str | int]:
-        """What every log record about it carries."""
+        """The fields of every log record about this task."""
         return {
             "execution_id": str(self.execution_id),
             "attempt_index": self.attempt_index,
@@ -139,43 +139,43 @@ class HeldAttempt:
 
     @property
     def consecutive_renewal_failures(self) -> int:
-        """Renewals that failed since the last success."""
+        """How many renewals failed since the last success."""
         return self.held.failures
 
     def is_lease_healthy(self) -> bool:
-        """Check this before a side effect that cannot be undone."""
+        """Whether the lease is held. Check it before an irreversible side effect."""
         return self.finished_by is None and self.held.healthy
 
     @property
     def may_hold_lease(self) -> bool:
-        """Whether the lease is not known to be over, so that a repeated call may succeed."""
+        """Whether a repeated call may still succeed: the lease is not known to have ended."""
         return self.finished_by is None and self.held.alive
 
     def lease_is_lost(self, code: str, reason: str) -> None:
         """Note that the lease is gone for good; called from the keeper's thread."""
         lost = errors.LeaseLost(code, reason, str(self.execution_id))
-        with _loss:
-            if self._landing is not None:
-                # Our own call may be what ended it: its answer decides.
+        with _loss_lock:
+            if self._releasing_by is not None:
+                # Our own call may have ended the lease, so wait for its answer.
                 self._late_loss = lost
                 return
-        self._lose(lost)
+        self._report_loss(lost)
 
-    def _lose(self, lost: errors.LeaseLost) -> None:
+    def _report_loss(self, lost: errors.LeaseLost) -> None:
         self.lease_lost = lost
         if self.on_lease_lost is not None:
             self.on_lease_lost(lost)
 
     def _require_lease(self) -> None:
-        """Raise when the task has ended or its lease is lost."""
+        """Raise an error if the task has ended or its lease is lost."""
         if self.finished_by is not None:
             raise errors.TaskFinishedError(str(self.execution_id), self.finished_by)
         lost = self.lease_lost
         if lost is not None:
             raise errors.LeaseLost(lost.code, lost.reason, lost.execution_id)
 
-    async def _repeat(self, call: Callable[[], Awaitable[T]], tries: int = -1) -> T:
-        """Repeat a replay-safe call after transport faults, while the lease may last."""
+    async def _repeat_call(self, call: Callable[[], Awaitable[T]], tries: int = -1) -> T:
+        """Repeat a replay-safe call after transport faults, while the lease may be valid."""
         backoff, ambiguous = Backoff(*_PAUSES_S), False
         while True:
             try:
@@ -187,7 +187,7 @@ class HeldAttempt:
                     raise
             await asyncio.sleep(backoff.jittered_s())
 
-    async def _land(
+    async def _call_releasing(
         self,
         op: str,
         call: Callable[[], Awaitable[T]],
@@ -195,17 +195,17 @@ class HeldAttempt:
         *,
         errors_finish: bool = True,
     ) -> T:
-        """Make a lease-releasing call. Any answer of the engine ends this task.
+        """Make a lease-releasing call. Any answer from the engine ends this task.
 
-        Exceptions are outcomes that do not `finish`, and errors unless `errors_finish`: a
-        suspension that was refused leaves the lease as it was.
+        Except outcomes for which `finishes` is false and, without `errors_finish`, errors: a
+        refused suspension does not affect the lease.
         """
         self._require_lease()
-        if self._landing is not None:
-            raise errors.TaskFinishedError(str(self.execution_id), self._landing)
-        self._landing = op
+        if self._releasing_by is not None:
+            raise errors.TaskFinishedError(str(self.execution_id), self._releasing_by)
+        self._releasing_by = op
         try:
-            outcome = await self._repeat(call, _TRIES)
+            outcome = await self._repeat_call(call, _TRIES)
         except errors.TransportError as error:
             if not error.ambiguous:
                 raise
@@ -221,11 +221,11 @@ class HeldAttempt:
                 self.finish(op)
             return outcome
         finally:
-            with _loss:
-                self._landing = None
+            with _loss_lock:
+                self._releasing_by = None
                 late, self._late_loss = self._late_loss, None
             if late is not None and self.finished_by is None:
-                self._lose(late)
+                self._report_loss(late)
 
     def finish(self, how: str) -> None:
         """Stop renewing and return the permit; only the first call counts."""
@@ -237,13 +237,13 @@ class HeldAttempt:
             self._owner.release(self.held)
 
     async def discard(self, *, pause_s: float = DROP_PAUSE_S) -> None:
-        """Drop the task without a result: after a short pause, release the lease, best effort."""
+        """Drop the task without a result and release its lease after a pause, best effort."""
         if self.finished_by is not None:
             return
         warn_dropped(self.execution_id)
         try:
             await asyncio.sleep(pause_s)
-            if self.held.alive and self._landing is None:
+            if self.held.alive and self._releasing_by is None:
                 await self._owner.backend.executions.delay(self.handle, 1)
         except errors.EngineError as error:
             log.debug("could not release %s: %s", self.execution_id, error)
@@ -262,7 +262,7 @@ _ENDED_BY = {"complete": "ended_success", "fail": "ended_failure", "cancel": "en
 
 
 async def verify(backend: Backend, handle: Handle, op: str) -> errors.Verdict:
-    """After `PossiblySucceeded`: whether the call of this handle took effect."""
+    """Whether the call that raised `PossiblySucceeded` took effect."""
     try:
         attempts = await backend.reads.read_attempts(handle.execution_id)
     except errors.EngineError:
@@ -277,7 +277,7 @@ async def verify(backend: Backend, handle: Handle, op: str) -> errors.Verdict:
         if ended and (op != "fail" or own.ended_by == "fail"):
             return "succeeded"
     elif own.lease_epoch > handle.lease_epoch or own.attempt_state == "suspended":
-        # Only after a pause does the same attempt continue under another lease.
+        # The same attempt gets another lease only after it was paused.
         return "succeeded"
     ours = own.attempt_state == "started" and own.lease_epoch == handle.lease_epoch
     return "failed" if ours else "superseded"

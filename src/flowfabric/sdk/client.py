@@ -49,7 +49,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _RETRY_S = 0.2
-_LOOK_AFTER_S = 1.0
+_CHECK_WORKER_AFTER_S = 1.0
 _DIAGNOSIS_S = 2.0
 _SHOWN_CHARS = 200
 
@@ -67,7 +67,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class RunError(FlowFabricError):
-    """The execution did not end with a result; `info` holds what is known about it."""
+    """The execution has no result; `info` has its details."""
 
     def __init__(self, info: executions.ExecutionInfo) -> None:
         super().__init__(info)
@@ -75,12 +75,12 @@ class RunError(FlowFabricError):
 
     @property
     def reason(self) -> str:
-        """Why it ended: for an exception its type and message, and those of its causes."""
+        """Why it ended. For an exception: type and message, also of its causes."""
         return self._failure.message or self.info.cancellation_reason or ""
 
     @property
     def category(self) -> str | None:
-        """The category of the failure, on which retry policies decide."""
+        """The category of the failure, which retry policies refer to."""
         return self.info.failure_category
 
     @property
@@ -130,7 +130,7 @@ class ExecutionFailed(RunError):
 
     @property
     def traceback(self) -> str | None:
-        """Where the handler raised it, as Python prints it; None if it raised nothing."""
+        """The handler's traceback as Python prints it; None if it raised nothing."""
         return self._failure.traceback
 
 
@@ -151,7 +151,7 @@ _ERRORS: dict[PublicState, type[RunError]] = {
 
 
 def run_error(info: executions.ExecutionInfo) -> RunError:
-    """The error of an execution that has no result."""
+    """The exception for an execution that has no result."""
     return _ERRORS.get(info.public_state, NotFinished)(info)
 
 
@@ -167,7 +167,7 @@ class Client(Submissions, FleetCalls, FlowCalls, BudgetCalls, QuotaCalls, Subscr
         self.backend = backend
         self.namespace = namespace
         self._feeds: weakref.WeakSet[EventFeed[Any]] = weakref.WeakSet()
-        self._looking: asyncio.Task[None] | None = None
+        self._worker_check: asyncio.Task[None] | None = None
         self._warned = False
 
     @classmethod
@@ -207,9 +207,11 @@ class Client(Submissions, FleetCalls, FlowCalls, BudgetCalls, QuotaCalls, Subscr
         operation: Callable[[], Coroutine[Any, Any, R]],
         problem: str,
     ) -> R:
-        """What the operation returns; if it takes too long, the error says why."""
+        """Run the operation; if it times out, the error explains what it waits for."""
         limit = asyncio.timeout(None if timeout is None else to_ms(timeout, "timeout") / 1000)
-        look = asyncio.get_running_loop().call_later(_LOOK_AFTER_S, self._look, execution_id)
+        check = asyncio.get_running_loop().call_later(
+            _CHECK_WORKER_AFTER_S, self._check_for_worker, execution_id
+        )
         try:
             async with limit:
                 return await operation()
@@ -217,19 +219,19 @@ class Client(Submissions, FleetCalls, FlowCalls, BudgetCalls, QuotaCalls, Subscr
             if not limit.expired():
                 raise
         finally:
-            look.cancel()
+            check.cancel()
         given = f"{timeout:g} s" if isinstance(timeout, (int, float)) else str(timeout)
         detail = await self._detail(execution_id)
         why = "" if detail is None else f" {diagnosis.unfinished(detail)}"
         shown = ExecutionId(execution_id).compact
         raise TimeoutError(f"Execution {shown} {problem} within {given}.{why}")
 
-    def _look(self, execution_id: ExecutionId) -> None:
-        """Look for a worker, once for all who wait now, until its absence was logged."""
-        if not self._warned and (self._looking is None or self._looking.done()):
-            self._looking = asyncio.create_task(self._look_for_worker(execution_id))
+    def _check_for_worker(self, execution_id: ExecutionId) -> None:
+        """Warn once if no worker serves the execution; concurrent waits share one check."""
+        if not self._warned and (self._worker_check is None or self._worker_check.done()):
+            self._worker_check = asyncio.create_task(self._warn_without_worker(execution_id))
 
-    async def _look_for_worker(self, execution_id: ExecutionId) -> None:
+    async def _warn_without_worker(self, execution_id: ExecutionId) -> None:
         detail = await self._detail(execution_id)
         if detail is not None and diagnosis.lacks_worker(detail):
             self._warned = True
@@ -243,7 +245,7 @@ class Client(Submissions, FleetCalls, FlowCalls, BudgetCalls, QuotaCalls, Subscr
         return diagnosis.explain(await overview.read_detail(self.backend, execution_id))
 
     async def _detail(self, execution_id: ExecutionId) -> overview.ExecutionDetail | None:
-        """What explains a wait; None if it cannot be read soon."""
+        """What the explanation of a wait needs; None if it cannot be read quickly."""
         try:
             async with asyncio.timeout(_DIAGNOSIS_S):
                 return await overview.read_detail(self.backend, execution_id)
@@ -253,9 +255,9 @@ class Client(Submissions, FleetCalls, FlowCalls, BudgetCalls, QuotaCalls, Subscr
     async def wait_until_suspended(
         self, execution_id: ExecutionId, timeout: Duration | None = None
     ) -> overview.Wait:
-        """Wait until the execution waits for an answer, without polling; returns what it asks.
+        """Wait until the execution waits for an answer, without polling; returns its question.
 
-        One that ends instead raises its `RunError`, or `execution_not_suspended` after a success.
+        If it ends instead, raises its `RunError`, or `execution_not_suspended` after a success.
 
         >>> wait = await client.wait_until_suspended(run.id, timeout=10)  # doctest: +SKIP
         >>> print(wait.prompt)  # doctest: +SKIP
@@ -270,7 +272,7 @@ class Client(Submissions, FleetCalls, FlowCalls, BudgetCalls, QuotaCalls, Subscr
         *,
         suspended: bool,
     ) -> R:
-        """What `read` finds when the execution has stopped."""
+        """Wait until the execution has ended or is suspended; returns what `read` then finds."""
         known, events = False, self.backend.events
         while True:
             try:
@@ -278,7 +280,7 @@ class Client(Submissions, FleetCalls, FlowCalls, BudgetCalls, QuotaCalls, Subscr
                 known = True
                 found = await read(execution_id)
             except TransportError as error:
-                # The execution is known to exist: wait through an outage.
+                # The execution exists, so keep waiting during an outage.
                 if not known or not error.retryable or self.closed:
                     raise
                 await asyncio.sleep(_RETRY_S)
@@ -320,21 +322,21 @@ class Client(Submissions, FleetCalls, FlowCalls, BudgetCalls, QuotaCalls, Subscr
         return (await self.success(execution_id, timeout)).result
 
     async def success(self, execution_id: ExecutionId, timeout: Duration | None = None) -> Outcome:
-        """Wait for a successful end; any other raises its `RunError`."""
+        """Wait for success; any other outcome raises its `RunError`."""
         outcome = await self.wait(execution_id, timeout)
         if outcome.state is PublicState.COMPLETED:
             return outcome
         raise _ERRORS[outcome.state](await self.backend.reads.read_execution_info(execution_id))
 
     async def result_now(self, execution_id: ExecutionId) -> bytes | None:
-        """The result bytes without waiting; `NotFinished` when it has not ended."""
+        """The result bytes without waiting; raises `NotFinished` if it has not ended."""
         info, result = await self.backend.reads.read_outcome(execution_id)
         if info.public_state is PublicState.COMPLETED:
             return result
         raise run_error(info)
 
     async def cancel(self, execution_id: ExecutionId, reason: str = "") -> executions.Cancelled:
-        """Cancel in any state; a running handler stops when its lease is next renewed."""
+        """Cancel the execution; a running handler stops when its lease is next renewed."""
         return await self.backend.executions.cancel_execution(execution_id, reason)
 
     async def read_context(self, execution_id: ExecutionId) -> executions.ExecutionContext | None:
@@ -357,7 +359,7 @@ class Client(Submissions, FleetCalls, FlowCalls, BudgetCalls, QuotaCalls, Subscr
     ) -> suspension.SignalOutcome:
         """Answer an open wait, named by its key or id, without its token.
 
-        `by` is who answers, as the sender says; the handler cannot trust it.
+        `by` says who answers; the handler cannot trust it.
         """
         found = await self._find(execution_id, waitpoint)
         token = await self.backend.signals.read_waitpoint_token(execution_id, found.waitpoint_id)
@@ -381,9 +383,8 @@ class Client(Submissions, FleetCalls, FlowCalls, BudgetCalls, QuotaCalls, Subscr
     ) -> suspension.SignalOutcome:
         """Decide as an operator; `waitpoint` is the key or the id of an open one.
 
-        You may leave it out if only one is open. The handler sees `by` as a trusted identity: pass
-        whom you have authenticated. Each person decides once per signal name; a repeat is a
-        `DuplicateSignal`.
+        You may leave it out if only one is open. The handler trusts `by`: pass the person you
+        authenticated. Each person decides once per signal name; a repeat is a `DuplicateSignal`.
 
         >>> await client.approve(run.id, "approval", by="ada")  # doctest: +SKIP
         """
@@ -400,9 +401,9 @@ class Client(Submissions, FleetCalls, FlowCalls, BudgetCalls, QuotaCalls, Subscr
     async def _find(
         self, execution_id: ExecutionId, waitpoint: str | None
     ) -> suspension.OpenWaitpoint:
-        """The open waitpoint of this id or key; for None, the only one.
+        """The open waitpoint with this id or key; for None, the only one.
 
-        If several match, raises `invalid_input`; if none does, `waitpoint_not_found`.
+        Raises `invalid_input` if several match, `waitpoint_not_found` if none does.
         """
         entries = await overview.read_open_waitpoints(self.backend, execution_id)
         found = entries if waitpoint is None else overview.named(entries, waitpoint)
@@ -450,18 +451,18 @@ class Client(Submissions, FleetCalls, FlowCalls, BudgetCalls, QuotaCalls, Subscr
         )
 
     async def _follow(self, request: FeedRequest[F], cursor: Start) -> EventFeed[F]:
-        """A feed that subscribes again after an outage of the server."""
+        """A feed that resubscribes after an outage of the server."""
         if request.options.get("group") is not None:
-            # A member keeps its name, and with it its partitions, when it subscribes again.
+            # A fixed member name, so that it keeps its partitions when it resubscribes.
             request.options.setdefault("member", new_uuid())
         feed = EventFeed(lambda start: self.backend.events.follow(request, start))
         self._feeds.add(feed)
         return await feed.begin(cursor)
 
     async def _close(self) -> None:
-        """Close every connection; calls still waiting fail."""
-        if self._looking is not None:
-            self._looking.cancel()
+        """Close every connection; pending calls fail."""
+        if self._worker_check is not None:
+            self._worker_check.cancel()
         async with AsyncExitStack() as closing:
             closing.push_async_callback(self.backend.aclose)
             for feed in list(self._feeds):

@@ -50,14 +50,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     worker_id: str = msgspec.field(default_factory=default_worker_id)
-    """The pool: stable over restarts, shared by its processes; grants are bound to it."""
+    """The pool: shared by its processes and stable across restarts; grants are bound to it."""
     worker_instance_id: str = msgspec.field(default_factory=_default_instance_id)
     """This process: leases are bound to it."""
     namespace: str = "default"
-    """Where it is registered."""
+    """The namespace that it is registered in."""
     namespaces: Sequence[str] = ()
-    """The namespaces whose executions it runs, in fair turns: its own if none are given; `["*"]`
-    means all."""
+    """The namespaces whose executions it runs, in fair turns. Empty means its own; `["*"]` means
+    all."""
     lanes: Sequence[str] = ("default",)
     lane_weights: Mapping[str, int] = {}
     """How many turns a lane gets where the others get one, for example `{"urgent": 3}`. A worker
@@ -65,17 +65,17 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: Sequence[str] = ()
     lease_ttl_ms: int = 30_000
     claim_poll_interval_ms: int = 1_000
-    """The longest wait for a doorbell before the worker looks for work itself; twice that with
-    scanners, which ring again for waiting work."""
+    """How long to wait for a doorbell before looking for work anyway; doubled with scanners, which
+    repeat lost doorbells."""
     max_concurrent_tasks: int = 1
     block_limit_ms: int | None = None
     """How long a task may block the event loop before the worker releases its other executions;
     by default three times the lease."""
     complete_on_exit: bool = False
-    """Whether the normal end of `async with task:` completes the task."""
+    """Whether leaving `async with task:` without an exception completes the task."""
     batch: int = 64
-    """The most executions one call claims or completes: large enough to share a round trip, small
-    enough that the next one overlaps with it."""
+    """How many executions one call claims or completes at most: enough to share a round trip, few
+    enough that the next call overlaps with it."""
     scanners: bool = True
     """Whether this process may also run the deployment's scanners; one process at a time does."""
 
@@ -112,7 +112,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def capabilities_csv(self) -> str:
-        """The offered tokens in their stored form."""
+        """The offered capabilities in their stored form."""
         return caps.to_csv(self.capabilities)
 
     @property
@@ -132,5 +132,5 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def liveness_ttl_ms(self) -> int:
-        """How long the registry lists this process without a heartbeat."""
+        """How long the registry keeps this process without a heartbeat."""
         return max(2 * self.lease_ttl_ms, 1_000)

@@ -67,7 +67,7 @@ def future_time(at_ms: int, now_ms: int) -> str:
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """Why an execution is not running, or what it does.
+    """Why an execution is not running, or what it is doing.
 
     >>> print(await run.explain())
     It is waiting: no live worker serves lane "gpu". Start one with `flowfabric worker …`.
@@ -137,7 +137,7 @@ def lacks_worker(detail: ExecutionDetail) -> bool:
 
 
 def why_not_running(detail: ExecutionDetail) -> str:
-    """What it waits for and how to help; empty if it runs or has finished."""
+    """What it waits for and what would help; empty if it is running or has finished."""
     why = detail.why_not_running
     if why is None:
         return ""
@@ -161,7 +161,7 @@ def _waiting(detail: ExecutionDetail, why: WhyWaiting) -> str:
 
 
 def _closed_lane(info: ExecutionInfo, why: WhyWaiting) -> str:
-    """A sentence if its lane starts nothing; otherwise empty."""
+    """A sentence if its lane is paused or draining; otherwise empty."""
     if why.lane_state not in CLOSED_STATES:
         return ""
     reason = f" ({why.lane_reason})" if why.lane_reason else ""
@@ -202,7 +202,7 @@ def _blocked(detail: ExecutionDetail, why: WhyWaiting) -> str:
 
 
 def _held_by_flow(place: Membership) -> str:
-    """Why the flow of a member does not let it run; empty if it does."""
+    """Why its flow keeps it from running; empty if it does not."""
     if place.held:
         return f"its flow is held. Release it with `flowfabric flow release {place.flow_id}`"
     if place.awaited_parent is not None:
@@ -212,7 +212,7 @@ def _held_by_flow(place: Membership) -> str:
 
 
 def _for_limits(detail: ExecutionDetail) -> list[str]:
-    """Which of its budgets, and whether its quota, admits nothing now."""
+    """Which of its budgets and its quota admit nothing now."""
     limits, where = detail.limits, _namespace_option(detail.execution)
     found = [_for_budget(spent, where, detail.now_ms) for spent in limits.budgets]
     full = limits.quota
@@ -362,7 +362,7 @@ def _which_worker(info: ExecutionInfo, why: WhyWaiting) -> str:
 
 
 def _worker_command(info: ExecutionInfo) -> str:
-    """What starts a worker that could take the execution."""
+    """The command that starts a worker for the execution."""
     options = f"--lanes {quote(info.lane_id)}"
     if info.required_capabilities:
         options += f" --capabilities {quote(','.join(info.required_capabilities))}"

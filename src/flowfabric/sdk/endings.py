@@ -42,11 +42,11 @@ class RunSummary(msgspec.Struct):
     retried: int = 0
     """Attempts that failed and will be repeated."""
     released: int = 0
-    """Attempts that were released and resume later, here or elsewhere."""
+    """Attempts that were released and will resume later, on any worker."""
     cancelled: int = 0
     """Attempts that ended because their execution was cancelled."""
     abandoned: int = 0
-    """Attempts whose end was not accepted, or is not known to be."""
+    """Attempts whose end the engine did not accept, or may not have."""
 
     def __str__(self) -> str:
         """`12 completed, 1 failed`."""
@@ -54,14 +54,14 @@ class RunSummary(msgspec.Struct):
         return ", ".join(f"{count:,} {name}" for name, count in counts if count) or "0 tasks"
 
     def since(self, earlier: "RunSummary") -> "RunSummary":
-        """What was done after that copy was made."""
+        """What was done since the earlier copy was made."""
         now, before = msgspec.structs.astuple(self), msgspec.structs.astuple(earlier)
         return RunSummary(*(new - old for new, old in zip(now, before, strict=True)))
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Failing:
-    """An attempt that failed, until the engine has answered."""
+    """A failed attempt whose report the engine has not answered yet."""
 
     failure: FailureDescription
     answered: asyncio.Future[None]
@@ -77,15 +77,15 @@ Finished = tuple[ClaimedTask, End, Failing | None]
 
 @dataclass(slots=True, eq=False, repr=False)
 class Endings:
-    """Ends attempts, those whose handlers have ended in batches, and counts how they ended."""
+    """Ends attempts, in batches where possible, and counts how they ended."""
 
     worker: Worker
     scanners: ScannerThread | None
     on_unknown_kind: FailOrRelease
-    leaving: Callable[[], bool]
-    """Whether the worker itself cancels its handlers."""
+    worker_cancels: Callable[[], bool]
+    """Whether a cancellation comes from the worker, not from the handler."""
     start: Callable[[ClaimedTask], None]
-    """Starts what a completing call has claimed."""
+    """Starts a task that was claimed by a completing call."""
     on_shutdown: FailOrRelease = "release"
     summary: RunSummary = field(default_factory=RunSummary)
     _done: dict[tuple[str, str], list[Finished]] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Endings:
     _calls: set[asyncio.Task[None]] = field(default_factory=set)
 
     def count(self, task: ClaimedTask) -> None:
-        """Count and log a task that its handler ended."""
+        """Count and log a task that was ended by its handler."""
         level = logging.DEBUG
         match task.finished_by:
             case "complete":
@@ -113,7 +113,7 @@ class Endings:
         log_task(level, f"task_{text.split()[0]}", task, text)
 
     async def log_progress(self) -> None:
-        """Log every second what was done in it, if anything was."""
+        """Log once per second what was done, if anything."""
         before = copy(self.summary)
         while True:
             await asyncio.sleep(1)
@@ -143,13 +143,13 @@ class Endings:
         """Store what the handler raised; the stored policy decides on a retry."""
         failure = describe(error)
         if task.finished_by is not None:
-            # The handler ended its task and then raised: its own call counts.
-            if not _has_parked(error):
+            # The handler ended its task and then raised: the earlier call counts.
+            if not _is_suspension(error):
                 text = f"raised an exception after it had ended: {failure.log_message}"
                 log_task(logging.ERROR, "late_failure", task, text, cause=failure.exc_info)
             self.count(task)
             return
-        await self._settle_cancellation()
+        await self._absorb_own_cancellation()
         failing = Failing(failure, asyncio.get_running_loop().create_future())
         if task.wrote_output:
             await task.flush_best_effort()
@@ -165,7 +165,7 @@ class Endings:
     def _failed_with(
         self, task: ClaimedTask, failing: Failing, outcome: FailOutcome | BaseException
     ) -> None:
-        """Finish a task by the engine's answer to its failure, unless it was given up meanwhile."""
+        """Apply the engine's answer to a failure report, unless the task was given up meanwhile."""
         cause = failing.failure.exc_info
         if task.finished_by is None:
             if isinstance(outcome, BaseException):
@@ -192,28 +192,28 @@ class Endings:
             log_task(logging.ERROR, "task_failed", task, text, cause=cause)
             return
         self.summary.retried += 1
-        self._hint(task, retry_at)
-        # The lease began at this server time, and the attempt on this clock.
+        self._hint_retry(task, retry_at)
+        # Compare durations since the claim, because the server's clock may differ from ours.
         began = task.claim.lease_expires_at - task.handle.lease_ttl_ms
         left = max(0, round(retry_at - began - (time.monotonic() - task.since) * 1000))
         log_task(
             logging.WARNING, "task_failed", task, text, f"retrying in {duration(left)}", cause=cause
         )
 
-    def _hint(self, task: ClaimedTask, due_ms: int) -> None:
+    def _hint_retry(self, task: ClaimedTask, due_ms: int) -> None:
         """Have the retry promoted at its exact time."""
         if self.scanners is not None and due_ms:
             self.scanners.hint(task.lane_id, task.execution_id.tag, task.execution_id, due_ms)
 
-    async def _settle_cancellation(self) -> None:
-        """Keep a handler that cancelled its own task from cancelling the report of its failure."""
+    async def _absorb_own_cancellation(self) -> None:
+        """If the handler cancelled its own task, consume that before reporting the failure."""
         current = asyncio.current_task()
-        if current is not None and current.cancelling() and not self.leaving():
+        if current is not None and current.cancelling() and not self.worker_cancels():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(0)
 
     async def refuse(self, task: ClaimedTask, error: errors.ValidationError) -> None:
-        """Fail an attempt whose result is too large; a retry would return the same."""
+        """Fail an attempt whose result is too large. Not retried: it would return the same."""
         await self.fail(task, HandlerFailure(f"the result was refused: {error}", "permanent"))
 
     async def timed_out(self, task: ClaimedTask) -> None:
@@ -223,12 +223,12 @@ class Endings:
         try:
             answer = await self._expire(task)
         except errors.EngineError as error:
-            # The attempt timeout scanner ends it.
+            # The attempt timeout scanner will end it.
             self.abandon(task, error)
             return
         if answer == "retry_scheduled":
             retry_at = 0
-            # Without the hint, the retry only starts later.
+            # Without this hint, the retry only starts a little later.
             with contextlib.suppress(errors.EngineError):
                 retried = await self.worker.backend.reads.read_execution_info(task.execution_id)
                 retry_at = retried.delay_until or 0
@@ -240,7 +240,7 @@ class Endings:
         task.finish("attempt_timeout")
 
     async def _expire(self, task: ClaimedTask) -> str:
-        """The outcome of the attempt; a scanner may have ended it first."""
+        """Expire the attempt and return its outcome; a scanner may have ended it first."""
         backend, answer = self.worker.backend, "not_yet_due"
         for _ in range(_EXPIRE_TRIES):
             (answer,) = await backend.upkeep.expire_execution(
@@ -258,7 +258,7 @@ class Endings:
         return answer
 
     async def hand_over(self, task: ClaimedTask) -> None:
-        """Release an attempt because the worker stops, or fail it if the run asks for that."""
+        """Release an attempt because the worker is stopping; fails it with `on_shutdown="fail"`."""
         if self.on_shutdown == "fail":
             shutdown = HandlerFailure("the worker is shutting down", "worker_shutdown")
             await self.fail(task, shutdown)
@@ -286,7 +286,7 @@ class Endings:
         self, task: ClaimedTask, error: BaseException, text: str, cause: BaseException | None = None
     ) -> None:
         if task.lease_lost is not None and task.lease_lost.reason == RELEASED:
-            # Logged when the loop was found blocked.
+            # The loop watch has logged it.
             self.summary.released += 1
             task.finish("released")
             return
@@ -302,7 +302,7 @@ class Endings:
     def add(self, task: ClaimedTask, result: bytes | Encoded | None) -> None:
         """Complete this task with the others of this loop tick.
 
-        Refuses an invalid result here, so that it fails one handler and not the whole batch.
+        Raises an error for an invalid result, so that it fails one handler, not the whole batch.
         """
         handle = task.claim.handle
         if result is None or type(result) is bytes:
@@ -320,7 +320,7 @@ class Endings:
 
     @property
     def pending(self) -> bool:
-        """Whether results are not answered yet."""
+        """Whether the engine has not answered for some results yet."""
         return bool(self._done or self._calls)
 
     async def drain(self) -> None:
@@ -343,7 +343,7 @@ class Endings:
         try:
             await self._deliver(lane_id, tag, finished)
         except BaseException as error:
-            # Only a bug or the end of the loop leads here; no permit may be lost even then.
+            # Reached only through a bug or the end of the loop; return the permits even then.
             for one in finished:
                 if one[0].finished_by is None:
                     self._give_up(one, error)
@@ -358,7 +358,7 @@ class Endings:
 
     async def _deliver(self, lane_id: str, tag: str, finished: list[Finished]) -> None:
         try:
-            # The same request is good while any of the leases may last.
+            # The request may be repeated while any of the leases may be valid.
             outcomes, claimed_tasks = await self.worker.claims.complete(
                 lane_id,
                 tag,
@@ -373,7 +373,7 @@ class Endings:
         except errors.EngineError as error:
             text = "cannot end a batch, ending its tasks one by one: %s"
             log.warning(text, error, extra={"action": "complete_failed"})
-            await asyncio.gather(*(self._alone(one) for one in finished))
+            await asyncio.gather(*(self._end_alone(one) for one in finished))
             return
         refused: list[tuple[ClaimedTask, errors.ValidationError]] = []
         debug = log.isEnabledFor(logging.DEBUG)
@@ -395,8 +395,8 @@ class Endings:
         for task, problem in refused:
             await self.refuse(task, problem)
 
-    async def _alone(self, finished: Finished) -> None:
-        """End one task of a batch that was refused as a whole."""
+    async def _end_alone(self, finished: Finished) -> None:
+        """End one task of a batch that the engine refused as a whole."""
         task, end, failing = finished
         try:
             if isinstance(end, Completion):
@@ -420,17 +420,17 @@ def _how_it_ended(error: BaseException) -> str | None:
     return how_it_ended(error) if isinstance(error, errors.EngineError) else None
 
 
-def _has_parked(error: BaseException) -> bool:
-    """Whether this is how a wait inside a task group unwinds."""
-    # The type alone: `__class__` may be user code that raises.
+def _is_suspension(error: BaseException) -> bool:
+    """Whether the handler unwinds because it was suspended, possibly inside a task group."""
+    # Not isinstance(): `__class__` may be user code that raises.
     if issubclass(type(error), BaseExceptionGroup):
         inside = cast("BaseExceptionGroup[BaseException]", error).exceptions
-        return any(_has_parked(one) for one in inside)
+        return any(_is_suspension(one) for one in inside)
     return issubclass(type(error), Parked)
 
 
 def _encoded(result: object) -> Encoded:
-    """Result bytes with their label; anything else is the failure of its handler."""
+    """Result bytes with their label; raises `HandlerFailure` for anything else."""
     match result:
         case (bytes() as data, str() as label) if label.encode(errors="replace").decode() == label:
             return data, label
@@ -441,7 +441,7 @@ def _encoded(result: object) -> Encoded:
             got = f"({', '.join(type(part).__name__ for part in parts)})"
         case _:
             got = f"a {type(result).__name__}"
-    # A retry would return the same.
+    # Not retried: it would return the same.
     raise HandlerFailure(
         f"a handler returns bytes, None, or (bytes, encoding label), not {got}", "permanent"
     )

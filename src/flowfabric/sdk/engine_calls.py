@@ -23,7 +23,7 @@ _DIAGNOSIS_S = 2.0
 def engine_call(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
-    """A method of the client that is one of the engine, where `Signals` is `backend.signals`."""
+    """A client method that forwards to the engine: `Signals.x` calls `self.backend.signals.x`."""
     concern, name = method.__qualname__.split(".")
     concern = concern.lower()
 
@@ -76,7 +76,7 @@ class FlowCalls(ClosedOnce):
             await asyncio.sleep(_RETRY_S)
 
     async def _unfinished_flow(self, flow_id: str, timeout: Duration | None) -> str:
-        """The message of the timeout, with the states of the nodes if they can be read soon."""
+        """The timeout message, with the states of the nodes if they can be read quickly."""
         given = f"{timeout:g} s" if isinstance(timeout, (int, float)) else str(timeout)
         text = f"Flow {flow_id} did not finish within {given}."
         try:

@@ -58,7 +58,7 @@ class StoredFailure(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, reason: str) -> Self:
-        """The parts of the report of `describe`; other reasons are only a message."""
+        """Parse a report by `describe`; any other reason is only a message."""
         message, header, frames = reason.rpartition(_HEADER)
         kind = _exception_type(message)
         if not header or kind is None:

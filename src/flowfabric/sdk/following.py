@@ -39,7 +39,7 @@ class EventFeed(AsyncClosing, Generic[T]):
         """The position after every event returned so far."""
 
     async def begin(self, start: Start) -> Self:
-        """Take the starting position now, not with the first event."""
+        """Fix the starting position now, not with the first event."""
         self._subscription = await self._subscribe(start)
         self.cursor = self._subscription.cursor
         return self
@@ -83,9 +83,9 @@ class EventFeed(AsyncClosing, Generic[T]):
 
 
 class SyncEventFeed(SyncTwin[EventFeed[T]], Closing, Iterator[T | CorruptionError], Generic[T]):
-    """`EventFeed` without `await`: iterate over it, keep its `cursor`, leave the block to close it.
+    """`EventFeed` without `await`: iterate over it; leaving the `with` block closes it.
 
-    Any thread may close it; an iteration that waits then ends.
+    Any thread may close it, which also ends a waiting iteration.
     """
 
     def __init__(self, feed: Subscription[T], caller: Caller) -> None:
@@ -164,18 +164,20 @@ class Tail(AsyncIterator[StreamedFrame]):
             try:
                 return await (anext(follower) if self._exists else self._first(follower))
             except StopAsyncIteration:
-                self._over = self._over or not (self._follow_attempts and await self._look(ahead=1))
+                self._over = self._over or not (
+                    self._follow_attempts and await self._may_start(ahead=1)
+                )
                 if not self._over:
                     self._follow("0-0", ahead=1)
         raise StopAsyncIteration
 
     async def _begin(self) -> StreamFollower:
         self._source, self._execution_id = await self._open()
-        await self._look()
+        await self._may_start()
         return self._follow(self._after)
 
-    async def _look(self, ahead: int = 0) -> bool:
-        """Whether the attempt, or the one `ahead` of it, exists or may come."""
+    async def _may_start(self, ahead: int = 0) -> bool:
+        """Whether this attempt (or the one `ahead` by that many) exists or may still start."""
         info = await self._source.reads.read_execution_info(self._execution_id)
         if self.attempt is None:
             self.attempt = max(1, info.total_attempt_count)
@@ -190,7 +192,7 @@ class Tail(AsyncIterator[StreamedFrame]):
         return self._follower
 
     async def _first(self, follower: StreamFollower) -> StreamedFrame:
-        """The first frame of an attempt that may never come: the execution may end before."""
+        """The first frame of an attempt that may never start, because the execution ends."""
         while not self._exists:
             frame = asyncio.ensure_future(anext(follower))
             ended = asyncio.ensure_future(self._ended())
@@ -204,13 +206,13 @@ class Tail(AsyncIterator[StreamedFrame]):
                 frame.cancel()
                 ended.cancel()
                 await asyncio.gather(frame, ended, return_exceptions=True)
-            if not await self._look():
+            if not await self._may_start():
                 self._over = True
                 raise StopAsyncIteration
         return await anext(follower)
 
     async def _ended(self) -> None:
-        """The execution has ended, or may have."""
+        """Wait until the execution has ended, or may have."""
         while True:
             try:
                 return await self._source.events.wait_ended(self._execution_id)

@@ -37,10 +37,10 @@ _TIMED_OUT = "the attempt timed out while the event loop was blocked"
 _UNHEALTHY_AFTER = 3
 _JITTER = 0.1
 _BATCH = 256
-_GIVE_BACK_S = 2.0
-_STEPS = 10
-"""Looks per renewal interval: late enough to batch, early enough to be on time."""
-_LONGEST_LOOK_S = 1.0
+_RELEASE_S = 2.0
+_CHECKS_PER_RENEWAL = 10
+"""Checks per renewal interval: rare enough to batch renewals, often enough to be on time."""
+_MAX_CHECK_S = 1.0
 
 
 def how_it_ended(error: EngineError) -> str | None:
@@ -51,18 +51,18 @@ def how_it_ended(error: EngineError) -> str | None:
 
 
 class LeaseWatcher(Protocol):
-    """Learns, once and from the keeper's thread, that a lease is lost."""
+    """Is notified once, on the keeper's thread, that a lease is lost."""
 
     def lease_is_lost(self, code: str, reason: str) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class HeldLease:
-    """One lease the keeper renews. Written by the keeper's thread, read by anyone."""
+    """One lease that the keeper renews. Only the keeper's thread writes it; any thread may read."""
 
     handle: Handle
     watcher: weakref.ref[LeaseWatcher]
-    """Weak, so that a task without references is noticed."""
+    """Weak, so that a task that user code drops is garbage collected."""
     deadline: float
     next_at: float
     times_out_at: float
@@ -71,7 +71,7 @@ class HeldLease:
     renewing: bool = False
     leaving: bool = False
     budgets: frozenset[str] = frozenset()
-    """The budgets of which the execution holds a part, as long as the lease lasts."""
+    """The budgets on which the execution has a hold; holds last as long as the lease."""
 
     @property
     def alive(self) -> bool:
@@ -80,11 +80,11 @@ class HeldLease:
 
     @property
     def healthy(self) -> bool:
-        """Whether it is safe to believe that this process still owns the execution."""
+        """Whether this process can safely assume that it still owns the execution."""
         return self.failures < _UNHEALTHY_AFTER and self.alive
 
 
-def _spread(seconds: float) -> float:
+def _jittered(seconds: float) -> float:
     return seconds * random.uniform(1 - _JITTER, 1 + _JITTER)  # noqa: S311
 
 
@@ -109,9 +109,9 @@ class LeaseKeeper(LoopThread):
         self._by_partition = by_partition
         self._connect = connect
         self._outage = outage or Outage()
-        self.look_every_s = min(lease_ttl_ms / 3000 / _STEPS, _LONGEST_LOOK_S)
+        self.check_every_s = min(lease_ttl_ms / 3000 / _CHECKS_PER_RENEWAL, _MAX_CHECK_S)
         self.find_stuck: Callable[[list[HeldLease]], list[HeldLease]] | None = None
-        """Picks the leases to give up because the worker's loop is blocked; asked at every look."""
+        """Returns the leases to give up because the worker's loop is blocked. Called per check."""
         self._held: dict[str, HeldLease] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._idle = False
@@ -122,10 +122,10 @@ class LeaseKeeper(LoopThread):
     def hold(
         self, handle: Handle, watcher: LeaseWatcher, since: float, timeout_ms: int | None = None
     ) -> HeldLease:
-        """Renew this lease, which was asked for at `since`, until it is released or lost."""
+        """Renew this lease, requested at `since`, until it is released or lost."""
         ttl = handle.lease_ttl_ms / 1000
         times_out_at = math.inf if timeout_ms is None else since + timeout_ms / 1000
-        next_at = since + _spread(ttl / 3)
+        next_at = since + _jittered(ttl / 3)
         held = HeldLease(handle, weakref.ref(watcher), since + ttl, next_at, times_out_at)
         self._held[handle.lease] = held
         if self._idle:
@@ -134,18 +134,18 @@ class LeaseKeeper(LoopThread):
         return held
 
     def release(self, held: HeldLease) -> None:
-        """Renew this lease no longer."""
+        """Stop renewing this lease."""
         self._held.pop(held.handle.lease, None)
 
     def renew_all(self) -> None:
-        """From any thread: renew every lease now, to learn which are lost."""
+        """Renew every lease now, to find out which are lost. Thread-safe."""
         for held in list(self._held.values()):
             held.next_at = 0
         if (backend := self._backend) is not None:
-            self.post(lambda: self._tend(backend))
+            self.post(lambda: self._check_leases(backend))
 
-    def give_back(self) -> int:
-        """Return all leases because the process ends by force, from any thread; how many it did."""
+    def release_all(self) -> int:
+        """Release all leases before a forced exit; returns how many. Thread-safe."""
         loop, backend = self._loop, self._backend
         handles = [held.handle for held in list(self._held.values())]
         self._held.clear()
@@ -153,24 +153,24 @@ class LeaseKeeper(LoopThread):
             return 0
         giving = give_back(backend, handles)
         try:
-            return asyncio.run_coroutine_threadsafe(giving, loop).result(_GIVE_BACK_S)
+            return asyncio.run_coroutine_threadsafe(giving, loop).result(_RELEASE_S)
         except (TimeoutError, RuntimeError):
-            # The loop was closed meanwhile, or the server does not answer.
+            # The loop was closed in the meantime, or the server does not answer.
             giving.close()
             return 0
 
     def __len__(self) -> int:
         return len(self._held)
 
-    # --- in the thread ------------------------------------------------------------------
+    # --- on the keeper's thread ---------------------------------------------------------
 
     async def _main(self) -> None:
         self._backend = backend = await opened(self._connect)
         self._ready.set()
         try:
             while True:
-                self._tend(backend)
-                await self._rest()
+                self._check_leases(backend)
+                await self._wait_for_check()
         finally:
             for call in self._calls:
                 call.cancel()
@@ -178,19 +178,19 @@ class LeaseKeeper(LoopThread):
                 await asyncio.wait(self._calls)
             await backend.aclose()
 
-    async def _rest(self) -> None:
+    async def _wait_for_check(self) -> None:
         self._wake.clear()
         if self._held:
-            await asyncio.sleep(self.look_every_s)
+            await asyncio.sleep(self.check_every_s)
             return
         self._idle = True
-        # A lease may have come between the look and the flag.
+        # A lease may have been added between the check and setting the flag.
         if not self._held:
             await self._wake.wait()
         self._idle = False
 
-    def _tend(self, backend: Backend) -> None:
-        """Give up leases that ran out or are stuck, and renew those that are due, per partition."""
+    def _check_leases(self, backend: Backend) -> None:
+        """Give up leases that expired or are stuck, and renew those that are due, by partition."""
         now = time.monotonic()
         due: dict[str, list[HeldLease]] = {}
         for held in list(self._held.values()):
@@ -204,19 +204,19 @@ class LeaseKeeper(LoopThread):
                 batch = leases[start : start + _BATCH]
                 for held in batch:
                     held.renewing = True
-                self._begin(self._renew(backend, batch))
+                self._in_background(self._renew(backend, batch))
         if self.find_stuck is not None:
             for held in self.find_stuck(list(self._held.values())):
                 held.leaving = True
-                self._begin(self._give_up(backend, held))
+                self._in_background(self._give_up(backend, held))
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         call = asyncio.get_running_loop().create_task(work)
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
     async def _give_up(self, backend: Backend, held: HeldLease) -> None:
-        """End an attempt that timed out; release any other to the next worker."""
+        """End the attempt if it timed out; otherwise release it to the next worker."""
         while held.handle.lease in self._held:
             reason, gone = RELEASED, True
             try:
@@ -231,7 +231,7 @@ class LeaseKeeper(LoopThread):
             except EngineError as error:
                 gone = error.code in TERMINAL_CODES
             if not gone:
-                await asyncio.sleep(self.look_every_s)
+                await asyncio.sleep(self.check_every_s)
             elif held.handle.lease in self._held:
                 self._lose(held, "lease_revoked", reason)
 
@@ -239,7 +239,7 @@ class LeaseKeeper(LoopThread):
         started = time.monotonic()
         answers: list[Renewed | EngineError]
         try:
-            # A late reply is good while the leases last.
+            # A late reply is useful as long as the leases are valid.
             async with asyncio.timeout(min(held.deadline for held in batch) - started):
                 answers = await backend.leases.renew_many([held.handle for held in batch])
         except EngineError as error:
@@ -247,11 +247,11 @@ class LeaseKeeper(LoopThread):
         except TimeoutError:
             answers = [TransportError("timeout", "no reply before the lease expired")] * len(batch)
         except Exception as error:
-            # A bug here must not end the renewal of the other leases.
+            # A bug here must not stop the renewal of other leases.
             log.exception("cannot renew leases", extra={"action": "renewal_broke"})
             answers = [TransportError("other", str(error))] * len(batch)
         if any(held.budgets for held in batch):
-            self._begin(self._extend_holds(backend, batch, answers))
+            self._in_background(self._extend_holds(backend, batch, answers))
         for held, answer in zip(batch, answers, strict=True):
             held.renewing = False
             if held.handle.lease not in self._held:
@@ -260,9 +260,9 @@ class LeaseKeeper(LoopThread):
                 self._outage.ended()
                 ttl = held.handle.lease_ttl_ms / 1000
                 held.failures = 0
-                # From before the call: the engine extended it no earlier.
+                # Counted from before the call: the engine extended the lease after that.
                 held.deadline = started + ttl
-                held.next_at = started + _spread(ttl / 3)
+                held.next_at = started + _jittered(ttl / 3)
                 self.renewed += 1
             else:
                 self._failed(held, answer)
@@ -270,7 +270,7 @@ class LeaseKeeper(LoopThread):
     async def _extend_holds(
         self, backend: Backend, batch: list[HeldLease], answers: list[Renewed | EngineError]
     ) -> None:
-        """Let what executions hold of budgets last as long as their leases."""
+        """Extend the executions' budget holds to match their leases."""
         calls = [
             backend.budgets.extend_holds(
                 budget_id, held.handle.execution_id, answer.lease_epoch, answer.expires_at
@@ -281,17 +281,17 @@ class LeaseKeeper(LoopThread):
         ]
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(outcome, BaseException):
-                # The next renewal repeats it; a hold outlasts its lease by 30 s.
+                # The next renewal tries again; a hold outlasts its lease by 30 s.
                 log.debug("cannot extend the budget holds of a task: %s", outcome)
 
     def _failed(self, held: HeldLease, error: EngineError) -> None:
         held.failures += 1
         now = time.monotonic()
-        held.next_at = now + _spread(min(held.handle.lease_ttl_ms / 3000, 1.0))
+        held.next_at = now + _jittered(min(held.handle.lease_ttl_ms / 3000, 1.0))
         if error.code in TERMINAL_CODES:
             self._lose(held, error.code, how_it_ended(error) or str(error))
         elif now >= held.deadline:
-            # Without the hint, which is about single calls.
+            # Leave out the error's hint, which is about single calls.
             problem = error.message if isinstance(error, TransportError) else error.explanation
             why = f": {problem}" if problem else ""
             self._lose(held, "lease_expired", f"no renewal succeeded in time{why}")

@@ -1,4 +1,4 @@
-"""What a worker logs: a line per event of a task, and the lines that no level hides."""
+"""What a worker logs: one line per event of a task, and lines that ignore the log level."""
 
 import logging
 import time
@@ -32,14 +32,14 @@ def log_task(
     about = ", ".join((f"attempt {task.attempt_index + 1}", duration(ms), *notes))
     extra = {"action": action, **task.log_fields, "duration_ms": ms}
     if cause is not None and level < logging.ERROR:
-        # People get one line; the attempt keeps the traceback, and so does the record.
+        # Keep the text to one line. The attempt and the record's fields have the traceback.
         extra["exception"], cause = "".join(traceback.format_exception(cause)).rstrip(), None
     name, short = task.execution_kind, task.execution_id.short
     log.log(level, "%s %s %s (%s)", name, short, text, about, exc_info=cause, extra=extra)
 
 
-def counted(tasks: Iterable["HeldAttempt"]) -> str:
-    """How many tasks of which names: `3 tasks (resize ×2, deploy ×1)`."""
+def count_by_kind(tasks: Iterable["HeldAttempt"]) -> str:
+    """The number of tasks by name: `3 tasks (resize ×2, deploy ×1)`."""
     names = Counter(task.execution_kind for task in tasks).most_common()
     parts = [f"{name} ×{count}" for name, count in names[:_MAX_KINDS]]
     if (more := len(names) - _MAX_KINDS) > 0:
@@ -48,11 +48,11 @@ def counted(tasks: Iterable["HeldAttempt"]) -> str:
 
 
 def log_always(level: int, text: str, **fields: object) -> None:
-    """Log even if the level is off: the operator who stops a worker waits for these lines."""
+    """Log whatever the level: an operator who stops a worker waits for these lines."""
     record = log.makeRecord(log.name, level, __file__, 0, text, (), None, extra=fields)
     log.handle(record)
 
 
 def log_normally(level: int, text: str, **fields: object) -> None:
-    """Log if the level is on; called as `log_always` is."""
+    """Log if the level is enabled; same signature as `log_always`."""
     log.log(level, text, extra=fields)

@@ -1,4 +1,4 @@
-"""Event loops on threads of their own: out of reach of blocking code, or for code that has none."""
+"""Event loops on their own threads: safe from blocking code, and for code without a loop."""
 
 import asyncio
 import atexit
@@ -22,12 +22,12 @@ Connect = Callable[[], Awaitable[Backend]]
 """Opens a backend in the running event loop."""
 
 _JOIN_S = 5.0
-_LAST_S = 3.0
-"""How long `last` may take; what is left of `_JOIN_S` is for cancelling the calls."""
+_CLEANUP_S = 3.0
+"""How long `cleanup` may take; the rest of `_JOIN_S` is for cancelling calls."""
 
 
 async def opened(connect: Connect) -> Backend:
-    """A backend. Opening only reads, so a connection that is lost meanwhile is opened again."""
+    """A new backend. Opening only reads, so it is tried again if the connection breaks."""
     for _ in range(2):
         try:
             return await connect()
@@ -38,10 +38,10 @@ async def opened(connect: Connect) -> Backend:
 
 
 class LoopThread(ABC):
-    """Runs `_main` in an event loop of its own, once."""
+    """Runs `_main` once, in its own event loop on its own thread."""
 
     crashed: ClassVar[tuple[str, str] | None] = None
-    """The message of the log record about a crash after `_ready`, and its action."""
+    """Message and action of the log record if `_main` crashes after `_ready`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -51,10 +51,10 @@ class LoopThread(ABC):
 
     @abstractmethod
     async def _main(self) -> None:
-        """Set `_ready` when set up. `stop` cancels this."""
+        """Must set `_ready` once it is set up. `stop` cancels it."""
 
     def forget(self) -> None:
-        """In a forked child: the thread is gone and the loop is the parent's."""
+        """In a forked child: drop the thread and the loop, which only exist in the parent."""
         leave_behind(self._loop, self._thread, self._task)
         self._reset()
 
@@ -67,7 +67,7 @@ class LoopThread(ABC):
         self._task: asyncio.Task[Any] | None = None
 
     def start(self) -> None:
-        """Start and wait for `_ready`; raises what `_main` raised before. Ignored after `stop`."""
+        """Start and wait for `_ready`; raises what `_main` raised before. No-op after `stop`."""
         with self._gate:
             if self._stopping:
                 return
@@ -82,7 +82,7 @@ class LoopThread(ABC):
             raise self._failure
 
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
+        """Whether the thread is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self, timeout: float | None = None) -> None:
@@ -95,21 +95,21 @@ class LoopThread(ABC):
             thread.join(timeout)
 
     def post(self, function: Callable[[], object]) -> None:
-        """Call this in the thread's loop, if it runs."""
+        """Call the function in the thread's loop, if it is running."""
         loop = self._loop
         if loop is not None:
-            # The loop is closed when `_main` has ended already.
+            # The loop is closed if `_main` has ended.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(function)
 
     def _cancel(self) -> None:
-        # Once: a second stop must not interrupt the cleanup of the first.
+        # Only once: a second stop must not interrupt the cleanup of the first.
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        # Not asyncio.run(): it may start a thread at its end, which an exiting process cannot.
+        # Not asyncio.run(): it may start a thread at the end, which fails in an exiting process.
         try:
             loop.run_until_complete(self._guarded())
         except BaseException as error:
@@ -124,7 +124,7 @@ class LoopThread(ABC):
     async def _guarded(self) -> None:
         current = self._task = asyncio.current_task()
         try:
-            # `stop` may have found no task to cancel.
+            # `stop` may have been called before there was a task to cancel.
             if not self._stopping:
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._main()
@@ -136,26 +136,26 @@ class LoopThread(ABC):
 
 
 class PortalClosed(RuntimeError):
-    """The portal takes no more calls."""
+    """The portal is closed and accepts no more calls."""
 
 
 class Portal(LoopThread):
     """Runs coroutines for any number of threads. Starts with its first call.
 
-    A forked child gets a thread and a loop of its own. `generation` then differs, and what
-    belonged to the old loop must be opened again.
+    A forked child gets its own thread and loop: `generation` changes, and what belonged to the old
+    loop must be opened again.
     """
 
     def __init__(self, name: str = "ff-portal") -> None:
         super().__init__(name)
-        self._last: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self._cleanup: Callable[[], Coroutine[Any, Any, None]] | None = None
         self.generation = 0
-        _open.add(self)
+        _open_portals.add(self)
 
     def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run the coroutine that `make` gives on the private loop and wait for its result."""
+        """Run the coroutine that `make` returns on the private loop and wait for its result."""
         self.start()
-        # Under the lock: a coroutine handed to a loop that has stopped would never run.
+        # Under the lock, because a coroutine would never run in a loop that has stopped.
         with self._gate:
             if self._stopping or self._loop is None:
                 raise PortalClosed("this client is closed")
@@ -165,21 +165,21 @@ class Portal(LoopThread):
         try:
             return future.result()
         except BaseException:
-            # Ctrl-C ends the wait, not the work.
+            # Ctrl-C interrupts only this wait, so cancel the coroutine too.
             future.cancel()
             raise
 
-    def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """Run `last`, cancel the calls that wait, end the thread; then raise what `last` raised."""
-        _open.discard(self)
-        self._last = last
+    def close(self, cleanup: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Run `cleanup`, cancel pending calls and end the thread. Raises what `cleanup` raised."""
+        _open_portals.discard(self)
+        self._cleanup = cleanup
         self.stop(_JOIN_S)
         failure, self._failure = self._failure, None
         if failure is not None and not isinstance(failure, TimeoutError):
             raise failure
 
     def forget(self) -> None:
-        """In a forked child: the calls to come use a new loop."""
+        """In a forked child: later calls use a new loop."""
         super().forget()
         self.generation += 1
 
@@ -188,24 +188,24 @@ class Portal(LoopThread):
         try:
             await asyncio.Event().wait()
         finally:
-            if self._last is not None:
-                async with asyncio.timeout(_LAST_S):
-                    await self._last()
+            if self._cleanup is not None:
+                async with asyncio.timeout(_CLEANUP_S):
+                    await self._cleanup()
 
 
-# Weak: a portal that was never used must not live until the end.
-_open: weakref.WeakSet[Portal] = weakref.WeakSet()
+# Weak, so that unused portals do not live until the process exits.
+_open_portals: weakref.WeakSet[Portal] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
     with contextlib.ExitStack() as closing:
-        for portal in list(_open):
+        for portal in list(_open_portals):
             closing.callback(portal.close)
 
 
 def refuse_after_fork(born: int) -> None:
-    """Refuse a context's operation in a process that was forked after `born`."""
+    """Raise an error if this process was forked after generation `born`."""
     if generation() != born:
         raise RuntimeError(
             "This process was forked inside a handler: only its parent can use the context."
@@ -213,7 +213,7 @@ def refuse_after_fork(born: int) -> None:
 
 
 class LoopCaller:
-    """Runs coroutines on a loop that another thread runs already."""
+    """Runs coroutines on a loop that is already running on another thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

@@ -18,7 +18,7 @@ class ExecutionOptions(TypedDict, total=False):
     idempotency_key: str
     """Submissions with the same key create one execution."""
     idempotency_digest: bytes
-    """What the key is used for: a submission with the same key and another digest is refused."""
+    """Identifies the call: a submission with the same key and another digest is rejected."""
     tags: Mapping[str, str] | None
     policy: ExecutionPolicy | None
     delay_until: int | None

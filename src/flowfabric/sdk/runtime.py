@@ -23,7 +23,7 @@ from flowfabric.core.text import duration, plural
 from flowfabric.engine.layers.tracing import AttemptTrace
 from flowfabric.sdk.endings import Encoded, Endings, FailOrRelease, RunSummary
 from flowfabric.sdk.lease_keeper import HeldLease
-from flowfabric.sdk.logs import counted, log_always, log_normally, log_task
+from flowfabric.sdk.logs import count_by_kind, log_always, log_normally, log_task
 from flowfabric.sdk.task import ClaimedTask, Parked
 from flowfabric.sdk.worker import Worker
 
@@ -32,16 +32,16 @@ log = logging.getLogger(__name__)
 Handler = Callable[[ClaimedTask], Awaitable[bytes | Encoded | None]]
 """Handles one task; what it returns becomes the result."""
 
-_WIND_UP_S = 2.0
-"""How long a cancelled handler may take to stop before its lease is given back regardless."""
+_CANCEL_WAIT_S = 2.0
+"""How long a cancelled handler may take to stop before its lease is released anyway."""
 
 handled: ContextVar[ClaimedTask | None] = ContextVar("handled", default=None)
-"""The task whose handler runs; also in every asyncio task that the handler starts."""
+"""The task whose handler is running; asyncio tasks that the handler starts inherit it."""
 live: "weakref.WeakSet[WorkerRuntime]" = weakref.WeakSet()
-"""What serves in this process."""
-_LOOK_S = 0.02
-_TELL_S = 10.0
-"""How often a worker that stops says what it waits for."""
+"""The runtimes that are serving in this process."""
+_POLL_S = 0.02
+_STOP_REPORT_S = 10.0
+"""How often a stopping worker logs what it is waiting for."""
 _WARN_S = 3.0
 _FRAMES = 12
 _CLAIMS_NOTHING = "This worker claims nothing until the loop runs again."
@@ -65,15 +65,15 @@ class WorkerRuntime:
         self._running: dict[ClaimedTask, asyncio.Task[None]] = {}
         self._cancels_handlers = self._serves = False
         self._born = generation()
-        # The task that runs this, and how often it had been cancelled before.
+        # The task that called `run`, and how often it had been cancelled by then.
         self._runner: tuple[asyncio.Task[Any] | None, int] = None, 0
         self._stopping = asyncio.Event()
-        self._say = log_normally
-        self._told = False
+        self._stop_line = log_normally
+        self._stop_logged = False
         self._scanners = worker.new_scanners()
-        self._endings = Endings(worker, self._scanners, on_unknown_kind, self._leaving, self._start)
+        self._endings = Endings(worker, self._scanners, on_unknown_kind, self._cancels, self._start)
         self.summary = self._endings.summary
-        # Scanners ring again for work whose ring was lost: with them, half as many looks suffice.
+        # Scanners repeat lost doorbells, so a process with scanners can poll half as often.
         listen_s = worker.claims.poll_s * (2 if worker.config.scanners else 1)
         self._claiming = worker.source.new_loop(
             self._start, batch=worker.config.batch, listen_s=listen_s
@@ -95,46 +95,46 @@ class WorkerRuntime:
 
     @property
     def shutting_down(self) -> bool:
-        """Whether the run is ending, so that long handlers should stop soon."""
+        """Whether the worker is stopping; long handlers should finish soon."""
         return self._stopping.is_set()
 
     def stop(self) -> None:
-        """End the run: no new claims, running handlers may finish."""
+        """Claim nothing more; running handlers may finish."""
         self._stopping.set()
         self._claiming.stop()
 
-    def vanish(self, last: ClaimedTask) -> None:
-        """From any thread: stop as if the process were killed. Only tests call it.
+    def simulate_kill(self, last: ClaimedTask) -> None:
+        """Stop as if the process were killed, from any thread. Only tests call it.
 
-        Nothing more is stored and no lease is released. The handler of `last` stays where it is,
-        the others are cancelled.
+        Nothing more is stored and no lease is released. Cancels every handler except that of
+        `last`.
         """
-        self._running[last].get_loop().call_soon_threadsafe(self._vanish, last)
+        self._running[last].get_loop().call_soon_threadsafe(self._kill, last)
 
-    def _vanish(self, last: ClaimedTask) -> None:
-        self.worker.vanished = True
+    def _kill(self, last: ClaimedTask) -> None:
+        self.worker.killed = True
         stopped, self._running = self._running, {}
         for task, running in stopped.items():
-            task.finish("vanished")
+            task.finish("killed")
             if task is not last:
                 running.cancel("the worker was killed")
         self.stop()
 
     def announce_stop(self, grace_s: float) -> None:
-        """Log at every level what the end of this run waits for; from any thread."""
-        self._say = log_always
-        self._tell_stop(grace_s)
+        """Log what the shutdown waits for, whatever the log level. Thread-safe."""
+        self._stop_line = log_always
+        self._log_stopping(grace_s)
 
-    def _tell_stop(self, grace_s: float) -> None:
-        if self._told:
+    def _log_stopping(self, grace_s: float) -> None:
+        if self._stop_logged:
             return
-        self._told = True
+        self._stop_logged = True
         grace_ms, running = round(grace_s * 1000), list(self._running)
         text = "stopping: no task is running"
         if running:
-            text = f"stopping: waiting up to {duration(grace_ms)} for {counted(running)}"
+            text = f"stopping: waiting up to {duration(grace_ms)} for {count_by_kind(running)}"
         about = {"action": "worker_draining", "tasks": len(running), "grace_ms": grace_ms}
-        self._say(logging.INFO, text, **about)
+        self._stop_line(logging.INFO, text, **about)
 
     async def run(
         self,
@@ -143,24 +143,23 @@ class WorkerRuntime:
         on_shutdown: FailOrRelease = "release",
         until_idle: Callable[[], Awaitable[int]] | None = None,
     ) -> RunSummary:
-        """Serve until `stop()`; then wait up to `grace_s` and release what still runs.
+        """Serve until `stop()`, then wait up to `grace_s` and release what is still running.
 
-        With `until_idle`, which runs due timers and returns their number, serve until nothing is
-        left that can run now. Only an error that no retry can cure, such as a wrong password, ends
-        it otherwise.
+        `until_idle` runs due timers and returns how many it ran; with it, serve only until nothing
+        more can run now. Permanent errors, such as a wrong password, are raised.
         """
         self._endings.on_shutdown = on_shutdown
         live.add(self)
         current = asyncio.current_task()
         self._runner = current, 0 if current is None else current.cancelling()
-        # The worker may have served before.
-        self.worker.backend.meta.hurry(leaving=False)
+        # An earlier run may have made calls fail fast while it stopped.
+        self.worker.backend.meta.fail_fast(enabled=False)
         self._serves = True
         self._offer_tasks()
         keeper = self.worker.keeper
-        watch = LoopWatch(self.worker.config.longest_block_s, 2 * keeper.look_every_s)
+        watch = LoopWatch(self.worker.config.longest_block_s, 2 * keeper.check_every_s)
         keeper.find_stuck = watch.stuck
-        claim = self._claiming.run if until_idle is None else partial(self._work_off, until_idle)
+        claim = self._claiming.run if until_idle is None else partial(self._until_idle, until_idle)
         scanning, claiming, reporting = (
             asyncio.create_task(part()) for part in (self._scan, claim, self._endings.log_progress)
         )
@@ -174,12 +173,12 @@ class WorkerRuntime:
         finally:
             self.stop()
             if not self._running and not self._endings.pending:
-                self.worker.backend.meta.hurry()
-            # A claim under way brings leases that need an end.
-            await asyncio.wait((claiming,), timeout=_WIND_UP_S)
+                self.worker.backend.meta.fail_fast()
+            # A claim in flight may return leases that must be released.
+            await asyncio.wait((claiming,), timeout=_CANCEL_WAIT_S)
             await self._drain(grace_s)
             keeper.find_stuck = None
-            self.worker.backend.meta.hurry()
+            self.worker.backend.meta.fail_fast()
             for part in (scanning, claiming, reporting):
                 part.cancel()
             await asyncio.wait((scanning, claiming, reporting))
@@ -188,8 +187,8 @@ class WorkerRuntime:
             live.discard(self)
         return self.summary
 
-    async def _work_off(self, run_timers: Callable[[], Awaitable[int]]) -> None:
-        """Claim until nothing can run now, and nothing runs that could submit more."""
+    async def _until_idle(self, run_timers: Callable[[], Awaitable[int]]) -> None:
+        """Claim until nothing can run now and no running handler could submit more."""
         while not self.shutting_down:
             progress = await run_timers() > 0
             for task in await self.worker.claim_many():
@@ -197,8 +196,8 @@ class WorkerRuntime:
                 progress = True
             if self._running:
                 running = list(self._running.values())
-                # A handler may wait for what it submitted, so look again before it ends.
-                await asyncio.wait(running, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                # A running handler may wait for what it submitted, so claim again before it ends.
+                await asyncio.wait(running, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
             elif self._endings.pending:
                 await self._endings.drain()
             elif not progress:
@@ -210,11 +209,11 @@ class WorkerRuntime:
         await self._stopping.wait()
 
     def _start(self, task: ClaimedTask) -> None:
-        if self.worker.vanished:
-            task.finish("vanished")
+        if self.worker.killed:
+            task.finish("killed")
             return
         if not task.held.alive:
-            # The claim's reply waited too long, for instance for code that blocked the loop.
+            # The reply was processed too late, for example because code blocked the loop.
             reason = "the lease expired before the task started"
             self._endings.abandon(task, LeaseLost("lease_expired", reason))
             return
@@ -235,7 +234,7 @@ class WorkerRuntime:
                 trace.queued()
 
     async def _handle(self, task: ClaimedTask) -> None:
-        handed_on = False
+        queued = False
         handled.set(task)
         try:
             handler = self._handlers.get(task.execution_kind)
@@ -254,17 +253,17 @@ class WorkerRuntime:
                 if task.wrote_output:
                     await task.flush_output()
                 self._endings.add(task, result)
-                handed_on = True
+                queued = True
             else:
                 self._endings.count(task)
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its failure
-            await self._raised(task, error)
+            await self._handler_raised(task, error)
         finally:
-            # It refers to the asyncio task, whose context refers to this task: a cycle per
-            # execution costs the garbage collector a quarter of the worker's CPU time.
+            # Break the reference cycle with the asyncio task, whose context refers to this task.
+            # One cycle per execution costs a quarter of the worker's CPU time in collections.
             task.on_lease_lost = None
             self._running.pop(task, None)
-            if not handed_on and task.finished_by is None:
+            if not queued and task.finished_by is None:
                 self._endings.abandon(task, RuntimeError("the worker was stopped"))
 
     async def _within_timeout(self, task: ClaimedTask, handler: Handler) -> bytes | Encoded | None:
@@ -279,56 +278,56 @@ class WorkerRuntime:
         await self._endings.timed_out(task)
         return None
 
-    async def _raised(self, task: ClaimedTask, error: BaseException) -> None:
-        # By type: `__class__`, which isinstance reads, may be user code that raises.
+    async def _handler_raised(self, task: ClaimedTask, error: BaseException) -> None:
+        # Not isinstance(): it reads `__class__`, which may be user code that raises.
         kind = type(error)
         if issubclass(kind, Parked):
             self._endings.count(task)
-        elif kind is GeneratorExit and not _runs(self._running.get(task)):
-            # Python closes the coroutine because its loop is gone.
+        elif kind is GeneratorExit and not _is_current(self._running.get(task)):
+            # Python closes the coroutine because its loop no longer exists.
             raise error
         elif not issubclass(kind, asyncio.CancelledError):
             await self._endings.fail(task, error)
         elif task.lease_lost is not None:
             self._endings.lost(task, task.lease_lost)
         elif task.finished_by is not None:
-            # One that was too slow to stop has been counted already.
+            # A handler that was too slow to stop was count_by_kind by `_drain`.
             if task in self._running:
                 self._endings.count(task)
-        elif self._leaving():
+        elif self._cancels():
             await self._endings.hand_over(task)
         else:
             # The handler cancelled its own task, or awaited something that was cancelled.
             await self._endings.fail(task, error)
 
-    def _leaving(self) -> bool:
-        """Whether this run cancels its handlers, or is itself cancelled with its loop."""
+    def _cancels(self) -> bool:
+        """Whether handlers are cancelled by this run, or together with it by its loop."""
         run, before = self._runner
         return self._cancels_handlers or (run is not None and run.cancelling() > before)
 
     async def _drain(self, grace_s: float) -> None:
-        """Wait for running handlers, then release what still runs; log what it waits for."""
+        """Wait for running handlers, then release what is still running; log the progress."""
         began, before, waited = time.monotonic(), copy(self.summary), bool(self._running)
-        self._tell_stop(grace_s)
-        # Claims in flight may still start handlers, and results may follow the last of them.
+        self._log_stopping(grace_s)
+        # Let claims that just returned start their handlers.
         await asyncio.sleep(0)
         while self._running and (left := began + grace_s - time.monotonic()) > 0:
-            await asyncio.wait(list(self._running.values()), timeout=min(left, _TELL_S))
+            await asyncio.wait(list(self._running.values()), timeout=min(left, _STOP_REPORT_S))
             left_ms = round((began + grace_s - time.monotonic()) * 1000)
             if self._running and left_ms > 0:
                 about = {"tasks": len(self._running), "grace_left_ms": left_ms}
-                text = f"stopping: still waiting for {counted(self._running)}"
+                text = f"stopping: still waiting for {count_by_kind(self._running)}"
                 text = f"{text}, {duration(left_ms)} left"
-                self._say(logging.INFO, text, action="worker_draining", **about)
+                self._stop_line(logging.INFO, text, action="worker_draining", **about)
         self._cancels_handlers = True
         if self._running:
-            text = f"stopping: the grace period is over, cancelling {counted(self._running)}"
+            text = f"stopping: the grace period is over, cancelling {count_by_kind(self._running)}"
             about = {"tasks": len(self._running)}
-            self._say(logging.WARNING, text, action="worker_grace_over", **about)
+            self._stop_line(logging.WARNING, text, action="worker_grace_over", **about)
         for running in list(self._running.values()):
             running.cancel("the worker is shutting down")
         if self._running:
-            await asyncio.wait(list(self._running.values()), timeout=_WIND_UP_S)
+            await asyncio.wait(list(self._running.values()), timeout=_CANCEL_WAIT_S)
         stubborn, self._running = self._running, {}
         for task in stubborn:
             text = "ignored its cancellation; the worker abandons it and releases the execution"
@@ -343,19 +342,19 @@ class WorkerRuntime:
             ms, done = round((time.monotonic() - began) * 1000), self.summary.since(before)
             text = f"stopping: no task is running after {duration(ms)} ({done})"
             about = {"duration_ms": ms, **msgspec.structs.asdict(done)}
-            self._say(logging.INFO, text, action="worker_drained", **about)
+            self._stop_line(logging.INFO, text, action="worker_drained", **about)
 
 
 def _leave_fork() -> None:
-    """End a process that was forked inside a handler and left it: the handler is the parent's."""
+    """End a process that was forked inside a handler: only the parent may run on."""
     error = sys.exception()
-    # A GeneratorExit only ends a copy that nothing runs.
+    # A GeneratorExit is only the cleanup of the coroutine's copy.
     if type(error) is not GeneratorExit:
         end_child(error)
 
 
-def _runs(task: asyncio.Task[None] | None) -> bool:
-    """Whether that task runs this code, and not the end of its coroutine."""
+def _is_current(task: asyncio.Task[None] | None) -> bool:
+    """Whether this task is running now, as opposed to its coroutine being closed."""
     try:
         return task is not None and asyncio.current_task() is task
     except RuntimeError:
@@ -363,7 +362,7 @@ def _runs(task: asyncio.Task[None] | None) -> bool:
 
 
 class LoopWatch:
-    """Watches the loop that creates it; the lease keeper asks, from its own thread."""
+    """Detects that the current event loop is blocked; the lease keeper's thread checks it."""
 
     def __init__(self, limit_s: float, longest_step_s: float) -> None:
         self._loop = asyncio.get_running_loop()
@@ -371,16 +370,17 @@ class LoopWatch:
         self._limit_s = limit_s
         self._warn_s = min(_WARN_S, limit_s / 3)
         self._longest_step_s = longest_step_s
-        self._answered = True
-        self._asked_at = 0.0
+        self._turned = True
+        self._checked_at = 0.0
         self._blocked_s = 0.0
         self._warned = False
         self._writer: threading.Thread | None = None
 
     def stuck(self, leases: Iterable[HeldLease]) -> list[HeldLease]:
-        """The leases to give up: at once those whose attempt timed out, all after the limit.
+        """The leases to give up while the loop is blocked.
 
-        The blocking task keeps its own.
+        Those are attempts that timed out and, after the limit, all except that of the blocking
+        task.
         """
         if not self._still_blocked():
             return []
@@ -393,36 +393,36 @@ class LoopWatch:
         if stuck:
             others = plural(len(stuck), "other execution")
             consequence = f"releasing {others}. {_CLAIMS_NOTHING}"
-            self._tell(logging.CRITICAL, blocker, consequence)
+            self._log_blocked(logging.CRITICAL, blocker, consequence)
         elif self._blocked_s < self._warn_s:
             return []
         elif not self._warned:
-            self._tell(logging.WARNING, blocker, _ADVICE)
+            self._log_blocked(logging.WARNING, blocker, _ADVICE)
         self._warned = True
         return stuck
 
     def _still_blocked(self) -> bool:
         now = time.monotonic()
-        if self._answered:
+        if self._turned:
             if self._warned:
                 self._log(
                     logging.WARNING, f"The event loop runs again after {self._blocked_s:.0f} s."
                 )
-            self._answered = self._warned = False
+            self._turned = self._warned = False
             self._blocked_s = 0.0
-            # The loop is closed when the worker was dropped.
+            # The loop is closed if the worker was dropped.
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._answer)
+                self._loop.call_soon_threadsafe(self._on_turn)
         else:
-            # A process that was stopped as a whole did not block its loop.
-            self._blocked_s += min(now - self._asked_at, self._longest_step_s)
-        self._asked_at = now
+            # Capped, so that a suspended process (SIGSTOP, laptop lid) does not count as blocked.
+            self._blocked_s += min(now - self._checked_at, self._longest_step_s)
+        self._checked_at = now
         return self._blocked_s > 0
 
-    def _answer(self) -> None:
-        self._answered = True
+    def _on_turn(self) -> None:
+        self._turned = True
 
-    def _tell(self, level: int, blocker: ClaimedTask | None, consequence: str) -> None:
+    def _log_blocked(self, level: int, blocker: ClaimedTask | None, consequence: str) -> None:
         frame = sys._current_frames().get(self._thread)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] - it is documented
         stack = "".join(traceback.format_stack(frame, _FRAMES)).rstrip()
         who, extra = "Code outside any task", {"action": "loop_blocked"}
@@ -443,7 +443,7 @@ class LoopWatch:
                 before.join()
             log.handle(record)
 
-        # On a thread of its own: what blocks the loop may be a log handler that holds its lock.
+        # On its own thread: a log handler that holds its lock may be what blocks the loop.
         self._writer = threading.Thread(target=write, name="ff-loop-watch", daemon=True)
         self._writer.start()
 
@@ -451,5 +451,5 @@ class LoopWatch:
 def _context_of(task: asyncio.Task[Any]) -> Context:
     if sys.version_info >= (3, 12):
         return task.get_context()
-    # Python 3.11 keeps it, but has no name for it.
+    # Python 3.11 has no accessor for it.
     return next((one for one in gc.get_referents(task) if isinstance(one, Context)), Context())

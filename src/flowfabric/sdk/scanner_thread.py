@@ -20,11 +20,11 @@ _MAX_WAITING = 10_000
 
 
 class ScannerThread(LoopThread):
-    """Runs a `ScannerSupervisor` with a loop and a connection of its own.
+    """Runs a `ScannerSupervisor` with its own loop and connection.
 
-    `start` returns when the scanners run or the server is unreachable, which is dialled again;
-    it raises an error that no retry can cure. The thread shares what the worker's backend knows
-    of lanes and partitions: where the worker claims, the scanners look at once.
+    `start` returns when the scanners run, or when the server is unreachable; the thread then keeps
+    trying. It raises permanent errors. The thread shares the worker's known lanes and partitions,
+    so that the scanners cover at once whatever the worker claims from.
     """
 
     crashed = "the scanners of this process stopped", "scanners_crashed"
@@ -43,12 +43,12 @@ class ScannerThread(LoopThread):
         self._outage = outage or Outage()
         self._hints: deque[tuple[str, str, str, int]] = deque(maxlen=_MAX_WAITING)
         self.supervisor: ScannerSupervisor | None = None
-        """Only while it runs; belongs to the thread's loop."""
+        """Set while it runs; use it only in the thread's loop."""
 
     def hint(self, lane: str, tag: str, execution_id: str, due_ms: int) -> None:
-        """From any thread: an execution may be promoted at this server time, see `DueHints`."""
+        """Note when an execution becomes due, in server time; see `DueHints`. Thread-safe."""
         self._hints.append((lane, tag, execution_id, due_ms))
-        self.post(self._pass_on)
+        self.post(self._forward_hints)
 
     def forget(self) -> None:
         """In a forked child: the supervisor belongs to the parent's loop."""
@@ -56,30 +56,30 @@ class ScannerThread(LoopThread):
         leave_behind(self.supervisor)
         self.supervisor = None
 
-    def _pass_on(self) -> None:
+    def _forward_hints(self) -> None:
         while self.supervisor is not None and self._hints:
             self.supervisor.hints.hint(*self._hints.popleft())
 
     async def _main(self) -> None:
-        backend = await self._open()
-        # The same object: a copy or an addition of one thread is a single step for the other.
+        backend = await self._connect_when_reachable()
+        # Share the dict between threads: copying it and adding to it are atomic.
         backend.places.known_places = self._worker.places.known_places
         self.supervisor = supervisor = ScannerSupervisor(backend, self._settings, self._outage)
         try:
             supervisor.start()
-            self._pass_on()
+            self._forward_hints()
             self._ready.set()
             await asyncio.Event().wait()
         finally:
             self.supervisor = None
-            backend.meta.hurry()
+            backend.meta.fail_fast()
             try:
                 await supervisor.stop()
             finally:
                 await backend.aclose()
 
-    async def _open(self) -> Backend:
-        """A backend, however long the server stays away."""
+    async def _connect_when_reachable(self) -> Backend:
+        """Open a backend, waiting as long as the server is unreachable."""
         backoff = Backoff(*_PAUSES_S)
         while True:
             try:

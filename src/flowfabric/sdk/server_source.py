@@ -31,10 +31,10 @@ from flowfabric.sdk.work_source import Adopt, ClaimingLoop, Start
 log = logging.getLogger(__name__)
 
 _POLL_S = 25.0
-"""How long the server may hold a claim back: less than proxies usually allow."""
+"""How long a long poll may last: less than the usual timeout of proxies."""
 _PAUSES_S = (0.1, 2.0)
 _SENDERS = 2
-"""Completing calls under way at a time; what ends meanwhile goes into the next one."""
+"""Completing calls in flight at a time; what ends in the meantime joins the next one."""
 _SLOW_S = 1.0
 """After how long such a call no longer holds up the others: a partition's server may be away."""
 _MAX_BYTES = 4_194_304
@@ -53,7 +53,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class _Ended:
-    """Executions of one place whose handlers have ended, all with a result or all without."""
+    """Ended executions of one call to `complete`: either all completed or all failed."""
 
     items: Sequence[End]
     may_repeat: Callable[[], bool]
@@ -73,16 +73,16 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
         super().__post_init__()
         self.link = cast("HttpBackend", self.backend).link
         self.body: dict[str, Any] = {}
-        """How every claim describes this worker."""
+        """What every claim says about this worker."""
         self.on_offer: Callable[[], None] | None = None
-        """Called when the next claims offer something else."""
+        """Called when the offered capabilities or tasks change."""
         self._unanswered: dict[str, float] = {}
         self._ended: deque[_Ended] = deque()
         self._senders: set[asyncio.Task[None]] = set()
         self._sending: set[asyncio.Task[None]] = set()
 
     def offer(self, capabilities: Iterable[str], tasks: Iterable[str], *, no_others: bool) -> None:
-        """Set what the next claims offer; a claim that waits is made again."""
+        """Set what the next claims offer; interrupts a long poll, so that it starts again."""
         super().offer(capabilities, tasks, no_others=no_others)
         if self.on_offer is not None:
             self.on_offer()
@@ -106,35 +106,35 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
         most = 0 if self.draining else min(wanted, self.free, BATCH)
         if not most:
             return []
-        request_id, since = self._request()
+        request_id, since = self._next_request()
         try:
             found = await self._claim(most, request_id, wait_s)
         except (TransportError, asyncio.CancelledError) as error:
             if not isinstance(error, TransportError) or error.ambiguous:
                 self._unanswered[request_id] = since
             raise
-        self._note(found)
-        return self._adopted(found, since)
+        self._apply_notices(found)
+        return self._adopt_claims(found, since)
 
     async def _claim(self, most: int, request_id: str, wait_s: float = 0.0) -> RemoteClaims:
         wait_ms = round(wait_s * 1000)
         return await self.link.call(
-            *("POST", f"/v1/remote/claim?wait_ms={wait_ms}", self.ask(most, request_id)),
+            *("POST", f"/v1/remote/claim?wait_ms={wait_ms}", self.claim_body(most, request_id)),
             answer=RemoteClaims,
             op="claim",
             wait_s=wait_s,
             repeatable=True,
         )
 
-    def ask(self, most: int, request_id: str | None = None, **more: Any) -> dict[str, Any]:
+    def claim_body(self, most: int, request_id: str | None = None, **more: Any) -> dict[str, Any]:
         """The body of a claim."""
         known = {"tasks": self.tasks, "other_tasks": not self.no_others}
         return self.body | known | {"max": most, "request_id": request_id} | more
 
-    def _request(self) -> tuple[str, float]:
-        """The id of the claim to make, and when it was first made.
+    def _next_request(self) -> tuple[str, float]:
+        """The request id of the next claim, and the time from which its leases count.
 
-        A claim whose answer was lost is repeated, or its leases would lie idle.
+        Repeats a claim whose answer was lost; otherwise its leases would stay unused.
         """
         now = time.monotonic()
         ttl_s = next(iter(self.requests.values())).lease_ttl_ms / 1000
@@ -144,32 +144,32 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
                 return request_id, now
         return new_uuid(), now
 
-    def _adopted(self, found: "RemoteClaims | _Answer", since: float) -> list[ClaimedTask]:
-        """As many claimed tasks as permits are free; the others are released."""
+    def _adopt_claims(self, found: "RemoteClaims | _Answer", since: float) -> list[ClaimedTask]:
+        """The claimed tasks for which permits are free; releases the others."""
         claims = found.claims
         taken = self.reserve(len(claims))
         if taken < len(claims):
             unused = [each.claim.handle for each in claims[taken:]]
             self.in_background(give_back, self.backend, unused)
-        # The request reached the server after it was sent, so the leases began no earlier.
+        # The server made the claims at least this long after the request was sent.
         since += found.waited_ms / 1000
         return [self.adopt(each.claim, since) for each in claims[:taken]]
 
-    def _note(self, found: RemoteClaims | _Answer) -> None:
+    def _apply_notices(self, found: RemoteClaims | _Answer) -> None:
         if found.draining:
             self.drain()
         self.log_unknown(found.unknown_tasks)
 
     async def complete(
         self,
-        lane_id: str,  # noqa: ARG002 - a server completes executions of any place
+        lane_id: str,  # noqa: ARG002 - a server accepts executions of any lane and partition
         tag: str,  # noqa: ARG002
         items: Sequence[End],
         may_repeat: Callable[[], bool],
         *,
         of_flow: bool = False,  # noqa: ARG002
     ) -> tuple[list[EndOutcome], _Claimed]:
-        """Complete and fail executions, with others that ended meanwhile, and claim as many."""
+        """Complete or fail executions, together with others that end soon, and claim as many."""
         failed = [isinstance(item, FailedAttempt) for item in items]
         if any(failed) and not all(failed):
             return await self._complete_apart(items, failed, may_repeat)
@@ -178,7 +178,7 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
     async def _complete_apart(
         self, items: Sequence[End], failed: Sequence[bool], may_repeat: Callable[[], bool]
     ) -> tuple[list[EndOutcome], _Claimed]:
-        """The server takes completions and failures in calls of their own."""
+        """Send completions and failures in separate calls, as the server requires."""
         outcomes: list[EndOutcome] = [None] * len(items)
         found: list[_Claimed] = []
 
@@ -187,7 +187,7 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
             try:
                 answers, claimed = await self._end([items[i] for i in places], may_repeat)
             except EngineError as error:
-                # The outcome of the others is known.
+                # Only these failed to be sent; the others have an outcome.
                 answers, claimed = [error] * len(places), list
             for i, answer in zip(places, answers, strict=True):
                 outcomes[i] = answer
@@ -211,7 +211,7 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
             sender.add_done_callback(self._senders.discard)
 
     async def _send_all(self) -> None:
-        # Let other tasks of this tick end, too.
+        # Let other tasks of this loop tick join the batch.
         await asyncio.sleep(0)
         while self._ended:
             sending = asyncio.create_task(self._send(self._next_batch()))
@@ -247,17 +247,17 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
         request_id, since = new_uuid(), time.monotonic()
         body: dict[str, Any] = {"items": items}
         if room:
-            body["claim"] = self.ask(room, request_id)
+            body["claim"] = self.claim_body(room, request_id)
         try:
-            answer = await self._delivered(body, batch)
+            answer = await self._post_batch(body, batch)
         except TransportError as error:
             if room and error.ambiguous:
                 self._unanswered[request_id] = since
             raise
-        self._note(answer)
+        self._apply_notices(answer)
 
         def claimed() -> list[ClaimedTask]:
-            return self._adopted(answer, since)
+            return self._adopt_claims(answer, since)
 
         rows, stored = iter(answer.results), list[tuple[_Ended, list[EndOutcome]]]()
         for ended in batch:
@@ -267,7 +267,7 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
             else:
                 stored.append((ended, outcomes))
         for ended, outcomes in stored:
-            # The last to be resumed: by then, all tasks that ended have released their permits.
+            # The last waiter adopts the claims, after all ended tasks have released their permits.
             ended.outcome.set_result((outcomes, claimed if ended is stored[-1][0] else list))
         if not stored:
             unused = [each.claim.handle for each in answer.claims]
@@ -289,8 +289,8 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
             case _:
                 return TerminalFailed()
 
-    async def _delivered(self, body: dict[str, Any], batch: list[_Ended]) -> _Answer:
-        """Send the same request until it is answered, as long as one of the leases may last."""
+    async def _post_batch(self, body: dict[str, Any], batch: list[_Ended]) -> _Answer:
+        """Repeat the request until it is answered, while any of the leases may be valid."""
         backoff, failed = Backoff(*_PAUSES_S), batch[0].failed
         while True:
             try:
@@ -301,7 +301,7 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
                     repeatable=True,
                 )
             except EngineError as error:
-                # Also of a server that is busy or shuts down.
+                # Retryable errors include those of a server that is busy or shutting down.
                 if not error.retryable or not any(ended.may_repeat() for ended in batch):
                     raise
                 await self.wait_to_store(error, backoff)
@@ -310,16 +310,16 @@ class ServerClaims(ClaimPermits[ClaimedTask]):
                 return answer
 
     async def give_back_unanswered(self) -> None:
-        """Release what was claimed by calls whose answers were lost."""
+        """Release executions that were claimed by calls whose answers were lost."""
         while self._unanswered:
             request_id, _ = self._unanswered.popitem()
-            # Without an answer, the leases expire.
+            # If this fails, the leases expire.
             with contextlib.suppress(EngineError):
                 found = await self._claim(0, request_id)
                 await give_back(self.backend, [each.claim.handle for each in found.claims])
 
     async def aclose(self) -> None:
-        """Give back what was claimed and never answered."""
+        """Release unanswered claims, then close."""
         await self.give_back_unanswered()
         await super().aclose()
 
@@ -347,7 +347,7 @@ def _item(end: End) -> dict[str, Any]:
 
 
 class ServerSource:
-    """A server that claims for this worker, and registers it."""
+    """Work from a server, which claims for this worker and registers it."""
 
     def __init__(
         self,
@@ -374,20 +374,20 @@ class ServerSource:
 
     async def register(self, *, only_if_absent: bool) -> None:
         """Register this process; claims renew it."""
-        self.claims.drain(draining=await self._say(starting=only_if_absent))
+        self.claims.drain(draining=await self._register(starting=only_if_absent))
 
     async def beat(self) -> bool | None:
         """Renew the registration of this process."""
-        return await self._say()
+        return await self._register()
 
     async def leave(self) -> None:
         """End the registration."""
-        await self._say(leaving=True)
+        await self._register(leaving=True)
 
-    async def _say(self, **more: Any) -> bool:
+    async def _register(self, **more: Any) -> bool:
         claims = self.claims
         found: RemoteClaims = await claims.link.call(
-            *("POST", "/v1/remote/claim", claims.ask(0, new_uuid(), **more)),
+            *("POST", "/v1/remote/claim", claims.claim_body(0, new_uuid(), **more)),
             answer=RemoteClaims,
             op="register_worker",
             repeatable=True,
@@ -409,7 +409,7 @@ class PollLoop:
         claims.on_offer = self._interrupt
 
     def stop(self) -> None:
-        """Claim nothing more; a claim under way is given up."""
+        """Claim nothing more; interrupts the current long poll."""
         self._claims.stopping = self._stopped = True
         self._wake.set()
         self._interrupt()
@@ -419,7 +419,7 @@ class PollLoop:
             self._polling.cancel()
 
     async def run(self) -> None:
-        """Serve until `stop`. Only an error that no retry can cure ends it otherwise."""
+        """Serve until `stop`; raises permanent errors only."""
         claims, backoff = self._claims, Backoff(*_PAUSES_S)
         claims.stopping = self._stopped
         while not self._stopped:
@@ -440,11 +440,11 @@ class PollLoop:
                 if not claims.outage.noticed(error, "claim failed"):
                     extra = {"action": "claim_failed"}
                     log.warning("claim failed, trying again: %s", error, extra=extra)
-                await self._rest(backoff.jittered_s())
+                await self._pause(backoff.jittered_s())
         await claims.give_back_unanswered()
 
     async def _poll(self) -> list[ClaimedTask]:
-        """What was claimed; nothing if the poll was interrupted."""
+        """The claimed tasks; none if the poll was interrupted."""
         self._polling = polling = asyncio.create_task(self._claims.poll(self._batch, _POLL_S))
         try:
             await asyncio.wait((polling,))
@@ -453,8 +453,8 @@ class PollLoop:
             polling.cancel()
         return [] if polling.cancelled() else polling.result()
 
-    async def _rest(self, seconds: float) -> None:
-        """Wait, but stop when the loop is stopped."""
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, but return early on `stop`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not self._stopped:

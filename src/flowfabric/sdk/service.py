@@ -5,10 +5,10 @@ import gc
 
 
 def service_runner() -> asyncio.Runner:
-    """A runner for the only loop of a process that has loaded its code; uvloop where there is one.
+    """A runner for the process's only loop, on uvloop if available. Call it after loading all code.
 
-    What is loaded by then is left out of garbage collections. A full one would look through all of
-    it and stop the loop for 20 ms or more.
+    Freezes what is loaded by then: a full garbage collection would scan all of it and block the
+    loop for 20 ms or more.
     """
     gc.freeze()
     try:

@@ -62,7 +62,7 @@ class Submissions(ClosedOnce):
         return ExecutionId.mint_solo_many(lane, self.backend.counts, count, shards)
 
     def place(self, new: executions.NewExecution) -> executions.NewExecution:
-        """The execution with an id that a repeat with the same idempotency key finds."""
+        """The execution with an id derived from its idempotency key, so that a repeat finds it."""
         shards = self.backend.places.shards(new.lane_id)
         if shards != 1:
             key = (new.namespace, new.idempotency_key)

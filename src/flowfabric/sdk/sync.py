@@ -42,7 +42,7 @@ class SyncClient(SyncTwin[Client], Closing):
         return cls(lambda: Client.connect(place, namespace))
 
     async def _current(self) -> Client:
-        """The client of the portal's loop. A forked process has a new loop and connects again."""
+        """The client for the portal's loop. A forked process has a new loop, so it reconnects."""
         generation = self._portal.generation
         if self._generation != generation:
             client = await self._open()
@@ -61,7 +61,7 @@ class SyncClient(SyncTwin[Client], Closing):
 
     @property
     def namespace(self) -> str:
-        """The namespace of what this client submits."""
+        """The namespace that this client submits to."""
         return self._target.namespace
 
     new_execution = blocking(Client.new_execution)
@@ -144,7 +144,7 @@ class SyncClient(SyncTwin[Client], Closing):
     tail = blocking(Client.tail)
 
     def close(self) -> None:
-        """Close every connection and end the thread; calls still waiting fail."""
+        """Close every connection and end the thread; pending calls fail."""
         if self._shares_portal:
             return
         opened = self._generation == self._portal.generation

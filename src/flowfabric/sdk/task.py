@@ -35,17 +35,17 @@ log = logging.getLogger(__name__)
 
 
 class Parked(BaseException):
-    """Unwinds a handler that has released its worker; it starts again when it is resumed.
+    """Unwinds a handler that has released its worker. The handler restarts when it is resumed.
 
     Not an `Exception`, so that a handler's own `except Exception` does not catch it.
     """
 
 
 class ClaimedTask(HeldAttempt):
-    """A claimed attempt. Exactly one lease-releasing call can succeed on it.
+    """A claimed attempt. At most one lease-releasing call succeeds on it.
 
-    As an async context manager it fails the attempt when the block raises, and gives the lease
-    back when the block ends without a lease-releasing call.
+    As an async context manager it fails the attempt if the block raises, and releases the lease if
+    the block ends without a lease-releasing call.
     """
 
     __slots__ = ()
@@ -54,35 +54,37 @@ class ClaimedTask(HeldAttempt):
         """End successfully. None means no result; empty bytes are a stored, empty result."""
         await self.flush_output()
         complete = self.backend.executions.complete
-        await self._land("complete", lambda: complete(self.handle, result_payload, encoding))
+        await self._call_releasing(
+            "complete", lambda: complete(self.handle, result_payload, encoding)
+        )
 
     async def fail(self, reason: str, category: str = "transient") -> executions.FailOutcome:
         """End this attempt unsuccessfully; the stored policy decides on a retry."""
         await self.flush_best_effort()
         fail = self.backend.executions.fail
-        return await self._land("fail", lambda: fail(self.handle, reason, category))
+        return await self._call_releasing("fail", lambda: fail(self.handle, reason, category))
 
     async def cancel(self, reason: str = "") -> None:
         """End the execution deliberately."""
         await self.flush_best_effort()
         cancel = self.backend.executions.cancel
-        await self._land("cancel", lambda: cancel(self.handle, reason))
+        await self._call_releasing("cancel", lambda: cancel(self.handle, reason))
 
     async def delay_execution(self, delay_until_ms: int) -> None:
-        """Release the lease until then (at or before now: at once); the attempt resumes later."""
+        """Release the lease; the attempt resumes at this time, or at once if it has passed."""
         await self.flush_best_effort()
         delay = self.backend.executions.delay
-        await self._land("delay", lambda: delay(self.handle, delay_until_ms))
+        await self._call_releasing("delay", lambda: delay(self.handle, delay_until_ms))
 
     async def release_unknown(self) -> None:
-        """Leave the attempt to a worker that knows the task: it resumes there, and only there."""
+        """Leave the attempt to workers that know the task; only they can resume it."""
         release, kind = self.backend.executions.release_unknown, self.execution_kind
-        await self._land("release_unknown", lambda: release(self.handle, kind))
+        await self._call_releasing("release_unknown", lambda: release(self.handle, kind))
 
     async def move_to_waiting_children(self) -> executions.WaitChildrenOutcome:
         """Park until the open dependencies are resolved; the lease is kept unless `Moved`."""
         await self.flush_best_effort()
-        return await self._land(
+        return await self._call_releasing(
             "wait_children",
             lambda: self.backend.executions.wait_children(self.handle),
             finishes=lambda outcome: isinstance(outcome, executions.Moved),
@@ -91,10 +93,10 @@ class ClaimedTask(HeldAttempt):
     async def spawn_children(
         self, nodes: Sequence[GraphNode], edges: Sequence[GraphEdge] = (), *, wait: bool = False
     ) -> Spawned:
-        """Add members that this task depends on; with `wait`, release it until they have ended."""
+        """Add members that this task depends on; with `wait`, suspend it until they have ended."""
         await self.flush_best_effort()
         spawn = self.backend.flows.spawn_children
-        return await self._land(
+        return await self._call_releasing(
             "spawn_children",
             lambda: spawn(self.handle, nodes, edges, wait=wait),
             finishes=lambda outcome: outcome.parked,
@@ -110,9 +112,9 @@ class ClaimedTask(HeldAttempt):
         its lease held.
         """
         await self.flush_output()
-        # One id for all repeats of the call, so that one after a lost reply finds the first.
+        # Repeats use the same id, so that after a lost reply they find the first suspension.
         options.setdefault("suspension_id", new_uuid())
-        outcome = await self._land(
+        outcome = await self._call_releasing(
             "suspend",
             lambda: self.backend.suspensions.suspend(
                 self.handle, condition=condition, reason_code=reason_code, **options
@@ -136,14 +138,14 @@ class ClaimedTask(HeldAttempt):
         )
 
     async def suspend(self, condition: Condition, **options: Any) -> suspension.Suspended:
-        """`try_suspend` that raises `already_satisfied` when the condition is met already."""
+        """`try_suspend`, but raises `already_satisfied` if the condition is already met."""
         outcome = await self.try_suspend(condition, **options)
         if isinstance(outcome, suspension.Suspended):
             return outcome
         raise StateError("already_satisfied", op="suspend")
 
     async def renew_lease(self) -> leases.Renewed:
-        """Renew now, besides the keeper's own renewals."""
+        """Renew now, in addition to the keeper's renewals."""
         self._require_lease()
         return await self.backend.leases.renew(self.handle)
 
@@ -151,7 +153,7 @@ class ClaimedTask(HeldAttempt):
         """Store the progress of the attempt; what you do not pass stays unchanged."""
         self._require_lease()
         progress = self.backend.executions.progress
-        await self._repeat(lambda: progress(self.handle, pct, message))
+        await self._repeat_call(lambda: progress(self.handle, pct, message))
 
     async def create_pending_waitpoint(
         self,
@@ -161,28 +163,28 @@ class ClaimedTask(HeldAttempt):
         prompt: str | None = None,
         details: Any = None,
     ) -> suspension.PendingWaitpoint:
-        """A waitpoint to hand out now and wait for later; it stores signals until then."""
+        """A waitpoint to hand out before waiting for it; until then it stores its signals."""
         self._require_lease()
         return await self.backend.waitpoints.create_waitpoint(
             self.handle, waitpoint_key, expires_in_ms, prompt=prompt, details=details
         )
 
     async def close_waitpoint(self, waitpoint_id: str, reason: str = "proactive_close") -> bool:
-        """Close a waitpoint that is no longer needed; False when it was closed already."""
+        """Close a waitpoint that is no longer needed; False if it was already closed."""
         self._require_lease()
         return await self.backend.waitpoints.close_waitpoint(
             self.execution_id, waitpoint_id, reason, handle=self.handle
         )
 
     async def resume_signals(self) -> list[suspension.ResumeSignal]:
-        """The signals that ended the suspension before this lease; ask before the next one."""
+        """The signals that ended the last suspension; read them before the next one."""
         self._require_lease()
         return await self.backend.waitpoints.observe_signals(self.handle)
 
     async def past_waits(self, *wanted: str) -> list[suspension.PastWait]:
-        """The waitpoints of all attempts that are not waited on now.
+        """The waitpoints of all attempts that no suspension waits for now.
 
-        Those with the `wanted` keys come with the signals they received.
+        Those with the `wanted` keys include the signals they received.
         """
         self._require_lease()
         return await self.backend.waitpoints.read_waits(self.execution_id, *wanted)
@@ -205,13 +207,13 @@ class ClaimedTask(HeldAttempt):
         fire_in_ms: int | None = None,
         child_execution_id: ExecutionId | None = None,
     ) -> StepOutcome:
-        """Record what this task has done under a key; later attempts find it.
+        """Record under a key what this task has done, so that later attempts find it.
 
-        The first record stays. A repeat after a lost reply returns the task's own record.
+        The first record wins. A repeat after a lost reply returns the task's own record.
         """
         self._require_lease()
         record = self.backend.steps.record_step
-        return await self._repeat(
+        return await self._repeat_call(
             lambda: record(
                 *(self.execution_id, self.handle, step_key),
                 kind=kind,
@@ -266,14 +268,14 @@ class ClaimedTask(HeldAttempt):
         if enforce:
             await self.enforce(budget, outcome)
             if isinstance(outcome, budgets.HardBreach):
-                # There is nothing to reject: without a hold, nothing may be spent.
+                # `reject` cannot just report this breach: without a hold, nothing may be spent.
                 raise exceeded(budget, outcome)
         return outcome
 
     async def settle(
         self, budget: str, reservation_id: str, actual: Amounts | None = None
     ) -> budgets.UsageOutcome:
-        """Count what was spent of a hold. A dimension that is not named counts as held."""
+        """Count what was spent of a hold. Dimensions that you leave out count in full."""
         return await self.backend.budgets.settle(self._budget_id(budget), reservation_id, actual)
 
     async def release_reservation(self, budget: str, reservation_id: str) -> budgets.ReleaseOutcome:
@@ -314,7 +316,7 @@ class ClaimedTask(HeldAttempt):
     def output(self) -> FrameWriter:
         """The writing end of this attempt's stream."""
         if self._writer is None:
-            self._writer = FrameWriter(self.backend.streams, self.handle, self._repeat)
+            self._writer = FrameWriter(self.backend.streams, self.handle, self._repeat_call)
         return self._writer
 
     async def append_frame(
@@ -336,7 +338,7 @@ class ClaimedTask(HeldAttempt):
     async def write_frame(
         self, frame: streams.Frame, *, mode: streams.FrameMode = "durable"
     ) -> None:
-        """Add one frame without waiting for it: order is kept, a failure is raised later."""
+        """Add one frame without waiting. Frames stay in order; a failure is raised later."""
         self._require_lease()
         await self.output.write(frame, mode=mode)
 
@@ -389,7 +391,7 @@ class ClaimedTask(HeldAttempt):
         if self.finished_by is not None:
             return
         if isinstance(exc, Exception) and not isinstance(exc, LeaseLost):
-            await self._fail_with(exc)
+            await self._report_failure(exc)
         elif exc is None and self._owner.config.complete_on_exit:
             try:
                 await self.complete()
@@ -398,8 +400,8 @@ class ClaimedTask(HeldAttempt):
         else:
             await self.discard()
 
-    async def _fail_with(self, error: Exception) -> None:
-        """Report the block's exception; a problem doing so must not hide it."""
+    async def _report_failure(self, error: Exception) -> None:
+        """Report the block's exception, without replacing it if that fails."""
         failure = describe(error)
         try:
             await self.fail(failure.report, failure.category)

@@ -15,7 +15,7 @@ from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.task import ClaimedTask
 
 Adopt = Callable[[Claim, float], ClaimedTask]
-"""Makes a task of a claim and of when it was asked for."""
+"""Makes a task from a claim and the time at which the claim was requested."""
 Start = Callable[[ClaimedTask], None]
 
 
@@ -23,11 +23,11 @@ class ClaimingLoop(Protocol):
     """Claims while permits are free, and starts what it claims."""
 
     def stop(self) -> None:
-        """Claim nothing more; a claim under way is still started."""
+        """Claim nothing more."""
         ...
 
     async def run(self) -> None:
-        """Serve until `stop`. Only an error that no retry can cure ends it otherwise."""
+        """Serve until `stop`; raises permanent errors only."""
         ...
 
 
@@ -48,7 +48,7 @@ class WorkSource(Protocol):
         ...
 
     async def beat(self) -> bool | None:
-        """Renew the registration; whether an operator drains it, or None if there is none."""
+        """Renew the registration. Returns whether it is being drained; None if it is missing."""
         ...
 
     async def leave(self) -> None:
@@ -95,17 +95,17 @@ class StoreSource:
             namespaces=config.namespaces,
             only_if_absent=only_if_absent,
         )
-        await self._backend.places.register_places(self._places())
-        self.claims.in_background(self._release_routes)
+        await self._backend.places.register_places(self._home_places())
+        self.claims.in_background(self._release_unroutable)
 
-    async def _release_routes(self) -> None:
-        """Let executions go that were blocked until a worker like this one registers."""
+    async def _release_unroutable(self) -> None:
+        """Unblock executions that wait for a worker like this one."""
         used = await self._backend.places.lanes_by_partition()
         places = {tag: lanes & set(self._config.lanes) for tag, lanes in used.items()}
         await release_routes(self._backend, places)
 
-    def _places(self) -> dict[str, list[str]]:
-        """Where this worker looks for work by default."""
+    def _home_places(self) -> dict[str, list[str]]:
+        """The lanes of this worker, by the partition where each one is at home."""
         places: dict[str, list[str]] = {}
         for lane in self.claims.lanes:
             places.setdefault(lane.home, []).append(lane.lane_id)
@@ -117,7 +117,7 @@ class StoreSource:
         beat = await self._backend.workers.heartbeat_worker(
             config.worker_instance_id, config.namespace
         )
-        for tag, lanes in self._places().items():
+        for tag, lanes in self._home_places().items():
             places.known_places.setdefault(tag, set()).update(lanes)
         await places.register_again()
         return None if beat is None else beat.draining

@@ -1,4 +1,4 @@
-"""A worker process: connects, claims within its permits, keeps leases and its registration."""
+"""A worker process: claims within its permits, and keeps its leases and registration alive."""
 
 import asyncio
 import contextlib
@@ -61,7 +61,7 @@ class Worker(ClosedOnce):
         self.backend = backend
         self.keeper = keeper
         self.new_scanners = new_scanners
-        """Makes the scanners of one run, not yet started; None when this process has none."""
+        """Makes the scanners for one run, not yet started; None if this process runs none."""
         self._terms: _LeaseTerms = {
             "worker_id": config.worker_id,
             "worker_instance_id": config.worker_instance_id,
@@ -81,12 +81,12 @@ class Worker(ClosedOnce):
             # Workers on Valkey do not load the client of a server.
             from flowfabric.sdk.server_source import ServerSource as source  # noqa: PLC0415, N813
         self.source: WorkSource = source(config, backend, requests, self._adopt, outage)
-        """Where it gets its tasks."""
+        """Where the worker gets its tasks."""
         self.claims: ClaimPermits[ClaimedTask] = self.source.claims
         """Permits and claims of this process."""
         self._registered = False
-        self.vanished = False
-        """Whether it acts as if its process had been killed; for tests."""
+        self.killed = False
+        """Set by tests: acts as if the process had been killed."""
         self.outage = outage
         """Shared by all threads of this worker."""
         self.caps_hash = log_digest(config.capabilities_csv)
@@ -110,7 +110,7 @@ class Worker(ClosedOnce):
         `offer_tasks`.
         """
         connect = place if callable(place) else partial(open_backend, place)
-        # Check local settings first: a typo must not register a worker that never serves.
+        # Check local settings first, so that a typo does not register a worker that never serves.
         settings = ScannerSettings.from_env() if config.scanners else None
         backend = await opened(connect)
         outage = Outage("the server" if backend.remote else "Valkey")
@@ -126,7 +126,7 @@ class Worker(ClosedOnce):
         worker = cls(config, backend, keeper, new_scanners, outage)
         worker.claims.offer(config.capabilities, tasks, no_others=no_others)
         try:
-            # The warnings of the process that prepared the server may be long gone.
+            # Repeat the warnings about the server: those of its first client may be long gone.
             await asyncio.gather(worker._register(only_if_absent=True), backend.meta.log_findings())
         except BaseException:
             await backend.aclose()
@@ -136,7 +136,7 @@ class Worker(ClosedOnce):
         except BaseException:
             await worker.aclose()
             raise
-        worker._heartbeat = asyncio.create_task(worker._beat())
+        worker._heartbeat = asyncio.create_task(worker._heartbeats())
         extra: dict[str, object] = {"action": "worker_connected", "lanes": list(config.lanes)}
         extra |= {"worker_id": config.worker_id, "instance_id": config.worker_instance_id}
         extra |= {"capabilities": config.capabilities_csv, "worker_caps_hash": worker.caps_hash}
@@ -154,9 +154,9 @@ class Worker(ClosedOnce):
         self._registered = True
 
     def offer_tasks(self, tasks: Iterable[str], *, no_others: bool = False) -> None:
-        """Declare the tasks that this process knows. It then gets executions that wait for them.
+        """Declare the tasks that this process knows, so that it gets executions that need them.
 
-        With `no_others`, its claims leave tasks that it does not know to workers that do.
+        With `no_others`, it claims only those and leaves other tasks to workers that know them.
         """
         known, offered = (self.claims.tasks, self.claims.no_others), (tuple(tasks), no_others)
         if offered != known:
@@ -164,13 +164,13 @@ class Worker(ClosedOnce):
             self._registered = False
             self.claims.in_background(self._announce)
 
-    async def _beat(self) -> None:
+    async def _heartbeats(self) -> None:
         while True:
             await asyncio.sleep(self.config.liveness_ttl_ms / 3000)
             await self._announce()
 
     async def _announce(self) -> None:
-        """Renew the registration, or register again; the next heartbeat repeats what failed."""
+        """Renew the registration, or register again. The next heartbeat retries a failure."""
         try:
             draining = await self.source.beat() if self._registered else None
             if draining is None:
@@ -199,14 +199,14 @@ class Worker(ClosedOnce):
         self._held.discard(held)
         self.claims.release()
 
-    def forgotten(self, held: HeldLease) -> None:
-        """Return the permit and the lease of a task that was garbage collected; from any thread."""
+    def task_dropped(self, held: HeldLease) -> None:
+        """Release the permit and lease of a task that was garbage collected. Thread-safe."""
         self.keeper.release(held)
-        # The loop is closed when the whole worker was dropped.
+        # The loop is closed if the whole worker was dropped.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._take_back, held)
+            self._loop.call_soon_threadsafe(self._release_dropped, held)
 
-    def _take_back(self, held: HeldLease) -> None:
+    def _release_dropped(self, held: HeldLease) -> None:
         warn_dropped(held.handle.execution_id)
         self.release(held)
         if held.alive and not self.closed:
@@ -226,7 +226,7 @@ class Worker(ClosedOnce):
         wait_s = to_ms(max_wait, "max_wait") / 1000
         tasks = await self.claim_many(1) or await self.claims.claim_when_rung(1, wait_s)
         if not tasks:
-            # Without a permit it did not wait: let the tasks run that hold them.
+            # Without a free permit it did not wait. Let the running tasks proceed.
             await asyncio.sleep(0)
         return tasks[0] if tasks else None
 
@@ -276,7 +276,7 @@ class Worker(ClosedOnce):
                 return await claims.claim_resumed_execution(grant, lane_id=lane_id, **terms)
             if error.code != "execution_not_leaseable":
                 raise
-            # It may be for an execution whose lease was lost.
+            # The grant may be for an execution whose lease was lost.
             outcome = await claims.reclaim_execution(grant.to_reclaim(lane_id), **terms)
             if not isinstance(outcome, leases.Claim):
                 raise
@@ -323,24 +323,24 @@ class Worker(ClosedOnce):
     async def _close(self) -> None:
         """Release held leases, deregister, and close every connection."""
         async with contextlib.AsyncExitStack() as closing:
-            # Runs from the last to the first; each step also after one that failed.
+            # Runs in reverse order, and continues if a step fails.
             closing.push_async_callback(self.backend.aclose)
             closing.push_async_callback(self._deregister)
             closing.push_async_callback(asyncio.to_thread, self.keeper.stop)
             closing.push_async_callback(self.claims.aclose)
-            closing.push_async_callback(self._discard)
+            closing.push_async_callback(self._discard_held)
             if self._heartbeat is not None:
                 self._heartbeat.cancel()
                 await asyncio.wait([self._heartbeat])
 
-    async def _discard(self) -> None:
+    async def _discard_held(self) -> None:
         tasks = [task for held in list(self._held) if (task := held.watcher()) is not None]
         await asyncio.gather(
             *(task.discard(pause_s=0) for task in tasks if isinstance(task, ClaimedTask))
         )
 
     async def _deregister(self) -> None:
-        if self.vanished:
+        if self.killed:
             return
         try:
             await self.source.leave()

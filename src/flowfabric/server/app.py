@@ -1,4 +1,4 @@
-"""The application: takes a request through auth, limits and decoding to its handler.
+"""The ASGI application: authentication, limits and decoding, then the request's handler.
 
 To add a route, write a handler in the file of its resource under `routes/`:
 
@@ -86,7 +86,7 @@ class ServerApp:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Serve one request."""
-        # Only a listener that stops cancels it, and has closed the connection before.
+        # Only a stopping listener cancels it, after closing the connection.
         with suppress(asyncio.CancelledError):
             await self._serve(scope, receive, send)
 
@@ -117,7 +117,7 @@ class ServerApp:
         else:
             status = answer.status
             await send_reply(send, answer, headers)
-        # As it was sent: a HEAD request is served like a GET.
+        # The method as sent, because a HEAD request is served like a GET.
         seconds, method = time.perf_counter() - started, scope["method"]
         for observe in self.observers:
             observe(method, template, status, seconds)
@@ -159,9 +159,8 @@ class ServerApp:
             sent = await request.read(self._limits[route.limit], route.template, arriving)
             body = b"" if route.body is None else sent
             key = request.headers.get(b"idempotency-key")
-            # The callback route is open, and the key names its signal there. Answers to what only
-            # reads, such as operations of our clients, are not stored: who may not write could
-            # fill the store.
+            # On the open callback route, the key identifies the signal. Answers to reads are not
+            # stored: callers who may not write could fill the store.
             if key is not None and route.scope not in (None, "read"):
                 return await self._repeats.run(key, call, body, self._run)
         return await self._run(call, body)
@@ -190,7 +189,7 @@ def decode_body(request: Request, body: bytes, route: Route) -> Any:
 
 
 def _subject(request: Request, error: Exception) -> str:
-    """The id in the path of what was not found; empty if the path names no such thing."""
+    """The id, from the path, of what was not found; empty if the path has none."""
     if not isinstance(error, NotFoundError):
         return ""
     noun = error.code.removesuffix("_not_found")

@@ -1,4 +1,4 @@
-"""Who calls: the bearer token, and the tokens file with scopes and namespaces (10 §2.2, §11.10)."""
+"""Bearer tokens, and the tokens file with scopes and namespaces (10 §2.2, §11.10)."""
 
 import hashlib
 import hmac
@@ -46,7 +46,7 @@ class RateLimit:
         self._at = time.monotonic()
 
     def take(self) -> float:
-        """Count a request: 0, or in how many seconds it would be accepted."""
+        """Count a request; returns 0, or the seconds after which it would be accepted."""
         now = time.monotonic()
         self._left = min(self.burst, self._left + (now - self._at) * self.rate_per_s)
         self._at = now
@@ -146,9 +146,9 @@ def read_tokens(path: Path) -> list[StoredToken]:
 
 
 def write_tokens(path: Path, tokens: Sequence[StoredToken]) -> None:
-    """Replace the file in one step. A new one can only be read by its owner.
+    """Replace the file atomically. Only the owner can read a new file.
 
-    Follows links, and keeps the owner and the mode: servers may use the file by another name, or
+    Follows links and keeps owner and mode, because servers may use the file under another name or
     as another user.
     """
     path = path.resolve()
@@ -182,7 +182,7 @@ def new_token(
     rate_per_s: float | None = None,
     burst: int | None = None,
 ) -> tuple[str, StoredToken]:
-    """A new random token, and what is stored of it."""
+    """A new random token, and its stored form."""
     token = f"ff_{secrets.token_urlsafe(32)}"
     allowed = None if namespaces is None else tuple(sorted(set(namespaces)))
     stored = StoredToken(
@@ -199,7 +199,7 @@ def new_token(
 
 
 def token_hash(token: str) -> str:
-    """What is stored of a token. It is random, so a plain digest cannot be reversed."""
+    """The stored digest of a token. Tokens are random, so a plain hash cannot be reversed."""
     return _PREFIX + hashlib.sha256(token.encode()).hexdigest()
 
 
@@ -254,7 +254,7 @@ class Tokens:
                 else:
                     log.info("reloaded the tokens file", extra=extra)
         except ConfigError as error:
-            # A file that is being edited must not lock everyone out, nor let anyone in.
+            # A half-edited file must neither lock everyone out nor let anyone in.
             extra = {"action": "tokens_unreadable", "path": str(path)}
             text = "cannot reload the tokens file; the tokens read before stay valid: %s"
             log.error(text, error, extra=extra)  # noqa: TRY400
@@ -270,5 +270,5 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
         found = path.stat()
     except OSError:
         return None
-    # Also when its status changed: a file that could not be read may be readable now.
+    # ctime too: after a change of permissions, an unreadable file may be readable.
     return found.st_mtime_ns, found.st_ctime_ns, found.st_ino

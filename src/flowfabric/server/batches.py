@@ -1,4 +1,4 @@
-"""Requests with many items: one row per item, with the status and body of a call of its own."""
+"""Batch requests: one row per item, with the status and body of a single call."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence

@@ -25,12 +25,12 @@ _U64_MAX = 2**64 - 1
 
 
 def words(known: Iterable[str]) -> msgspec.Meta:
-    """What a text may be, for OpenAPI: a rule checks it, so that another is 400 (10 §2.5)."""
+    """Documents the allowed texts in OpenAPI; a rule checks them, so others are 400 (10 §2.5)."""
     return msgspec.Meta(extra_json_schema={"enum": list(known)})
 
 
 EdgeKind = Annotated[str, words(get_args(DependencyKind))]
-# JSON Schema knows no end of text, and a plain $ would let a final line break pass.
+# JSON Schema has no \Z, and a plain $ would accept a final line break.
 _LANE = r"^[ -~]{1,64}$(?!\n)"
 LaneName = Annotated[str, msgspec.Meta(pattern=_LANE)]
 _PATTERNS = {repr(_LANE): "must be 1 to 64 printable ASCII characters"}
@@ -40,7 +40,7 @@ _message = re.compile(r"(?s)(.*?)(?: - at `(?:key` in `)?\$?(.*)`)?").fullmatch
 _named = re.compile(r"Object (missing required|contains unknown) field `(.*)`").fullmatch
 _surrogate = re.compile(rb"\\u[dD][89a-fA-F]").search
 _is_paired = re.compile(
-    # Possessive, so that a text that does not match is read once.
+    # Possessive, so that a text that does not match is scanned only once.
     rb"(?s)[^\\]*+(?:\\(?:[^u]|u(?![dD][89a-fA-F])"
     rb"|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})[^\\]*+)*+"
 ).fullmatch
@@ -134,7 +134,7 @@ def _policy(value: Any) -> PolicyObject:
 
 
 def _typed(error: ValidationError, policy: dict[str, Any]) -> ValidationError:
-    """The error; capabilities of a wrong type are one of the policy (01 §7)."""
+    """The error; a wrong type inside capabilities counts as a policy error (01 §7)."""
     if error.code != "invalid_capabilities" or not error.undecodable:
         return error
     tokens: Any = policy["routing_requirements"]["required_capabilities"]
@@ -199,7 +199,7 @@ def decode_with(decoder: msgspec.json.Decoder[T], body: bytes, levels: int = MAX
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        # The first value of a wrong type ends decoding, so what follows may not even be JSON.
+        # Decoding stops at the first wrong type, so check that the rest is JSON at all.
         try:
             _syntax.decode(body)
         except (msgspec.DecodeError, RecursionError):
@@ -226,7 +226,7 @@ def _with_path(
 
 
 def _check_text(body: bytes, levels: int) -> None:
-    """Refuse what decoders read although it is not JSON, or not safe to read."""
+    """Reject input that decoders accept although it is not JSON or not safe to decode."""
     if body.count(b"[") + body.count(b"{") > levels and _depth(body) > levels:
         raise not_json(400, f"body: more than {levels} levels of nesting")
     if not body.isascii():
@@ -244,7 +244,7 @@ def _check_text(body: bytes, levels: int) -> None:
 
 
 def _depth(body: bytes) -> int:
-    """The levels of nesting. A few passes without a loop in Python: this runs for anyone."""
+    """The levels of nesting, without a Python loop, because unauthenticated callers reach this."""
     # A backslash escapes the next letter, so pairs of them escape nothing.
     text = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_BRACKETS)
     # What is between an odd quote and the next one is a string.
@@ -253,7 +253,7 @@ def _depth(body: bytes) -> int:
 
 
 def refusal(error: msgspec.ValidationError, *, in_query: bool = False) -> Problem:
-    """The answer to a value that does not decode; in a query string it only breaks a rule."""
+    """The answer to a value that does not decode; in a query string it is only a broken rule."""
     matched = _message(str(error))
     text, where = (matched[1], matched[2] or "") if matched else (str(error), "")
     path = where.removeprefix(".").replace("[...]", "[*]")

@@ -61,7 +61,7 @@ class Pool:
 
 
 class RequestPool(Pool):
-    """Permits of requests. If none is free, the one whose body arrives the slowest leaves."""
+    """Permits of requests. If none is free, the request whose body arrives slowest is dropped."""
 
     def __init__(self, ceiling: int) -> None:
         super().__init__("requests", ceiling)
@@ -80,7 +80,7 @@ class RequestPool(Pool):
 
 
 class Services:
-    """What the handlers of one process share. They keep no state between requests."""
+    """What all handlers of one process share."""
 
     def __init__(
         self, backend: Backend, config: ServerConfig, scanners: ScannerSupervisor | None = None
@@ -212,7 +212,7 @@ class Call(Generic[B, Q]):
             raise Problem("forbidden", f"this token may not use namespace {namespace!r}")
 
     def require_all_namespaces(self) -> None:
-        """Refuse a caller that is limited to namespaces: the operation affects all of them."""
+        """Refuse a caller that is limited to namespaces, because the operation affects all."""
         if self.caller.namespaces is not None:
             raise Problem("forbidden", "this call needs a token that is not limited to namespaces")
 

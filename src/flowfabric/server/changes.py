@@ -1,4 +1,4 @@
-"""What follows the event feeds for viewers: reads ahead, resumes, and is shared (10 §11.3)."""
+"""Shared subscriptions that follow the event feeds for viewers (10 §11.3)."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ Found = asyncio.Queue[Event | EngineError]
 
 
 class Changes:
-    """Reads a subscription ahead, and subscribes again after a lost connection."""
+    """Reads ahead in a subscription, and resubscribes after a lost connection."""
 
     def __init__(self, opens: Opens) -> None:
         self._opens = opens
@@ -41,7 +41,7 @@ class Changes:
         self._pumping = asyncio.create_task(self._pump(self._subscription), name="ff-sse")
         if cursor:
             given = self.position
-            # Reading shows within one round trip whether entries after the cursor are gone.
+            # The first read shows within one round trip whether entries after the cursor are gone.
             first = await self.next(_LOOK_S)
             if isinstance(first, EngineError):
                 raise first

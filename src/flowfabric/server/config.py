@@ -77,7 +77,7 @@ _SETTINGS: tuple[tuple[str, str, bool], ...] = (
     ("FF_SCANNER_NAMESPACE", "", False),
     ("FF_SCANNER_INSTANCE_TAG", "", False),
     ("FF_BACKEND", "valkey", False),
-    # For stores that this version does not have; one file can serve several versions.
+    # Settings of stores that this version lacks, so that one file can serve several versions.
     ("FF_POSTGRES_URL", "", True),
     ("FF_POSTGRES_POOL_SIZE", "10", False),
     ("FF_SQLITE_PATH", ":memory:", False),
@@ -99,7 +99,7 @@ _OTHER_UNIT = {
     for name in INTERVALS_S
     for unit, other in (("S", "MS"), ("MS", "S"))
 }
-"""Each interval under the name of its other unit, which a later layer replaces."""
+"""Each interval with its name in the other unit; a later layer may use either name."""
 _REDACTED = "<redacted>"
 # As it is parsed: from the first colon to the last @ before the path.
 _password = re.compile(r"(://[^:/]*:)[^/]*(@)")
@@ -208,7 +208,7 @@ class SettingValue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_file(path: Path) -> dict[str, str]:
-    """The settings of a TOML file, as the environment would give them."""
+    """The settings of a TOML file, as they would appear in the environment."""
     try:
         found = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -273,7 +273,7 @@ def layered(
 
 
 def effective(given: Mapping[str, tuple[str, Source]], config: ServerConfig) -> list[SettingValue]:
-    """Every setting with its value, secrets redacted. `config` is what they make."""
+    """Every setting with its value, secrets redacted."""
     values: list[SettingValue] = []
     for name, default, secret in _SETTINGS:
         value, source = given.get(name, (default, "default"))

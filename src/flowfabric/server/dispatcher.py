@@ -57,7 +57,7 @@ class EventDispatcher:
                 await self._follow()
             except EngineError as error:
                 if error.code == "cursor_expired":
-                    # More happened than the feeds keep: log that the rest is gone.
+                    # The feeds keep fewer events than happened: log that some are lost.
                     text = "operator events were trimmed before they were read: %s"
                     log.warning(text, error, extra={"action": "events_trimmed"})
                     self._cursor = error.details[0] if error.details else "now"
@@ -88,7 +88,7 @@ class EventDispatcher:
                         _mirror(event)
                     await self._measure(event)
             finally:
-                # Also without any event: the subscription began somewhere.
+                # Even without any event, the subscription has a position.
                 self._cursor = subscription.cursor
 
     async def _measure(self, event: Event | CorruptionError) -> None:
@@ -102,7 +102,7 @@ class EventDispatcher:
         """Whether the filter of this process accepts an event (09 §2.3)."""
         if event.execution_id is not None:
             return bool(await self._where.accepted(self._backend, [event.execution_id]))
-        # A flow belongs to a namespace; budgets and quotas belong to none.
+        # Flows belong to a namespace; budgets and quotas do not.
         return event.namespace is None or self._where.namespace in (None, event.namespace)
 
 

@@ -8,6 +8,6 @@ _COMMON = ("event_id", "type", "at", "execution_id", "namespace", "lane_id", "ex
 
 
 def entry_of(event: Event) -> dict[str, Any]:
-    """An entry with all its fields; what it does not have is left out."""
+    """An entry with all its fields; absent ones are left out."""
     known = {name: getattr(event, name) for name in _COMMON}
     return {name: value for name, value in known.items() if value is not None} | dict(event.fields)

@@ -19,7 +19,7 @@ _PACKAGE = "sentry_sdk"
 
 
 def check_error_reports(environ: Mapping[str, str]) -> bool:
-    """Whether errors are to be reported; raises `ConfigError` if they cannot be."""
+    """Whether errors should be reported; raises `ConfigError` if they cannot be."""
     dsn = environ.get(DSN, "").strip()
     if not dsn:
         return False
@@ -28,7 +28,7 @@ def check_error_reports(environ: Mapping[str, str]) -> bool:
     except ValueError:
         parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.username or not parts.path.strip("/"):
-        # Not the value itself: it is a credential.
+        # Do not show the value, which is a credential.
         raise invalid(DSN, "must have the form https://key@host/project")
     if find_spec(_PACKAGE) is None:
         problem = f"{DSN} is set, but the package sentry-sdk is not installed"
@@ -38,7 +38,7 @@ def check_error_reports(environ: Mapping[str, str]) -> bool:
 
 
 def start_error_reports(environ: Mapping[str, str]) -> None:
-    """Report what is logged as an error from now on; without a DSN, do nothing."""
+    """Start reporting logged errors; without a DSN, do nothing."""
     if not check_error_reports(environ):
         return
     chosen = {name: environ.get(name, "").strip() or value for name, value in DEFAULTS.items()}
@@ -47,7 +47,7 @@ def start_error_reports(environ: Mapping[str, str]) -> None:
         dsn=chosen[DSN],
         environment=chosen["FF_SENTRY_ENVIRONMENT"],
         release=chosen["FF_SENTRY_RELEASE"],
-        # Variables and requests hold payloads, tokens and secrets.
+        # Variables and requests contain payloads, tokens and secrets.
         include_local_variables=False,
         max_request_body_size="never",
         send_default_pii=False,

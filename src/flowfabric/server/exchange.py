@@ -65,9 +65,9 @@ class Request:
     async def read(
         self, limit: int, route: str, arriving: MutableMapping[asyncio.Timeout, None]
     ) -> bytes:
-        """The body; raises if it is longer than the limit, or arrives too slowly.
+        """The body; raises an error if it exceeds the limit or arrives too slowly.
 
-        While it arrives, its time limit is in `arriving`. It is taken out to end it early.
+        While it arrives, its time limit is in `arriving`; removing it there ends it early.
         """
         self.check_length(limit, route)
         parts: list[bytes] = []
@@ -106,7 +106,7 @@ class Request:
 
 
 def _header_value(text: str) -> bytes:
-    """The text as a header can carry it: what is not printable ASCII is percent-encoded."""
+    """The text as a header value; everything but printable ASCII is percent-encoded."""
     return text.encode() if _is_header_value(text) else quote(text, safe=_PRINTABLE).encode()
 
 
@@ -116,7 +116,7 @@ async def send_reply(send: Send, reply: Reply, headers: Iterable[tuple[bytes, by
         *headers,
         *((name.encode(), _header_value(value)) for name, value in reply.headers),
     ]
-    # Without content there is no length of it either (RFC 9110 §8.6).
+    # Without content there is no Content-Length (RFC 9110 §8.6).
     if reply.status != _NO_CONTENT:
         found.append((b"content-length", b"%d" % len(reply.body)))
         found.append((b"content-type", reply.content_type.encode()))
@@ -131,11 +131,11 @@ async def send_events(
     *,
     only_head: bool = False,
 ) -> None:
-    """Send events until they end; a client that does not read them is given up."""
+    """Send events until they end; disconnects a client that does not read them."""
     start: Headers = [
         (b"content-type", b"text/event-stream"),
         (b"cache-control", b"no-store"),
-        # Proxies such as nginx would otherwise hold events back.
+        # Otherwise proxies such as nginx buffer events.
         (b"x-accel-buffering", b"no"),
         *headers,
     ]

@@ -31,7 +31,7 @@ _pack = msgspec.msgpack.Encoder().encode
 
 class _Note(msgspec.Struct, array_like=True):
     digest: bytes
-    """Of the query string and the body: another request must not get this answer."""
+    """A digest of query string and body, because another request must not get this answer."""
     owner: str
     reply: tuple[int, str, bytes] | None = None
     """Status, content type and body; None while the first call runs."""
@@ -62,7 +62,7 @@ class IdempotentReplies:
                 raise Problem("idempotency_conflict", "this key was used for another request")
             if other.reply is not None:
                 return Reply(*_reordered(other.reply), headers=(("Idempotency-Replayed", "true"),))
-            # A repeat of our own command after a lost reply finds our own marker.
+            # After a lost reply, our repeated command finds our own marker.
             if other.owner != mine.owner:
                 raise Problem("idempotency_in_progress", "the first request is still running")
         return await self._first(name, mine, call, body, handle)
@@ -95,7 +95,7 @@ class IdempotentReplies:
         try:
             await self._notes.put_note(name, _pack(note), _KEPT_MS)
         except EngineError as error:
-            # The call took effect: its caller must get the answer.
+            # The call took effect, so its caller must get the answer anyway.
             extra = {"action": "answer_not_stored", "error": str(error)}
             log.warning("cannot store a response for repeated requests: %s", error, extra=extra)
             return False

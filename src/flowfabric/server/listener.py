@@ -26,15 +26,15 @@ HEAD_TIMEOUT_S = 15.0
 """How long a client may take from connecting, or from its first byte, to the end of the headers."""
 MAX_HEAD_BYTES = 65_536
 MAX_CONNECTIONS = 4096
-"""How many connections may be open; fewer if the process may not open so many files."""
+"""How many connections may be open, unless the limit of open files is lower."""
 _OTHER_FILES = 512
 _PART_BYTES = 4096
-"""How much is parsed at once. Of pipelined requests, each costs a hundred times its bytes."""
+"""How much to parse at once; a parsed pipelined request takes a hundred times its bytes."""
 KEEP_ALIVE_S = 75
 """How long a connection may be idle between two requests."""
 _BACKLOG = 2048
-# A peer that vanished, or does not read, is given up after a minute (Linux; elsewhere the defaults
-# of the system apply). Accepted connections inherit these.
+# Drop a peer that has vanished or does not read after a minute (on Linux; elsewhere the system's
+# defaults apply). Accepted connections inherit these options.
 _PEER_CHECKS = {
     "TCP_KEEPIDLE": 30,
     "TCP_KEEPINTVL": 10,
@@ -57,7 +57,7 @@ _HEAD_TOO_LONG = Problem(
 
 
 class Connections:
-    """The open connections of a listener, and those of them without a request, oldest first."""
+    """The open connections of a listener, and the idle ones among them, oldest first."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -65,7 +65,7 @@ class Connections:
         self.idle: dict[BoundedProtocol, None] = {}
 
     def enter(self, connection: "BoundedProtocol") -> bool:
-        """Whether there is room for one more; the one that is idle the longest makes room."""
+        """Add a connection, closing the one that is idle longest if full; False without room."""
         if self.open >= self.most:
             if not self.idle:
                 return False
@@ -75,7 +75,7 @@ class Connections:
         return True
 
     def leave(self, connection: "BoundedProtocol") -> None:
-        """Forget a connection that entered."""
+        """Remove a connection that was added."""
         self.open -= 1
         self.idle.pop(connection, None)
 
@@ -91,7 +91,7 @@ def connections_allowed() -> int:
 class HeldReading(FlowControl):
     """Uvicorn's flow control, which reads nothing while it is held.
 
-    Uvicorn itself resumes reading whenever a request waits for its body or its client's end.
+    Uvicorn alone would resume reading whenever a request awaits its body or a disconnect.
     """
 
     _is_held = False
@@ -117,13 +117,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._all = connections
         self._entered = False
         self._head_bytes = 0
-        """Bytes received since the last part of a body: of a head, or of trailers."""
+        """Bytes of a head or of trailers received since the last part of a body."""
         self._in_head = True
         self._deadline: asyncio.TimerHandle | None = None
         self._under_way: RequestResponseCycle | None = None
-        """The request that is served; `cycle` is the last one received."""
+        """The request being served; `cycle` is the last one received."""
         self._unread = b""
-        """What follows pipelined requests. It is parsed when these are served."""
+        """Data after pipelined requests; it is parsed once these have been served."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -144,7 +144,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.pipeline.clear()
         self._unread = b""
         if self._under_way is not None and not self._under_way.response_complete:
-            # Uvicorn only tells the last one received.
+            # Uvicorn itself only notifies the last request received.
             self._under_way.disconnected = True
             self._under_way.message_event.set()
 
@@ -163,7 +163,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self._in_head and self._deadline is None and not self.pipeline:
             self._set_deadline(HEAD_TIMEOUT_S)
-        # Before this part is counted: its end may already belong to the body.
+        # Check before counting this part, whose end may already belong to the body.
         if self._head_bytes > MAX_HEAD_BYTES:
             self._end_deadline()
             self._refuse(_HEAD_TOO_LONG)
@@ -172,7 +172,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._parse(self._unread + data if self._unread else data)
 
     def _parse(self, data: bytes) -> None:
-        """Parse what was received, but leave what follows pipelined requests for later."""
+        """Parse what was received, but leave data after pipelined requests for later."""
         rest = memoryview(data)
         while rest and not self.pipeline and not self._socket.is_closing():
             part, rest = rest[:_PART_BYTES], rest[_PART_BYTES:]
@@ -199,8 +199,8 @@ class BoundedProtocol(HttpToolsProtocol):
                 if self._parser.get_method() == b"CONNECT":
                     self._refuse_malformed()
                     return
-                # Served as if it had not asked: the parser leaves out the body of such a request,
-                # and Java's client asks for HTTP/2 with each.
+                # Ignore the upgrade: the parser drops the body of such a request, and Java's client
+                # asks for HTTP/2 with each one.
                 self._parser.feed_data(self._head_without_upgrade())
                 data = data[asked.args[0] :]
             else:
@@ -241,7 +241,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._end_deadline()
         if self.cycle.response_complete:
-            # A refused body. Its data ended uvicorn's wait for the next request.
+            # The body was refused. Its data ended uvicorn's wait for the next request.
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -258,7 +258,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._entered and self.cycle.response_complete:
             self._all.idle[self] = None
             if not self._in_head:
-                # The rest of a refused body is read and dropped, so that the client can read why.
+                # Read and drop the rest of a refused body, so that the client can read the answer.
                 self._set_deadline(BODY_TIMEOUT_S)
 
     def _head_size(self) -> int:
@@ -283,9 +283,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(_MALFORMED)
 
     def _refuse(self, problem: Problem) -> None:
-        """Answer what never becomes a request, and close the connection."""
-        # After half an answer, the client would read this one as the rest of it; after a whole one
-        # to a request whose body goes on, it expects none.
+        """Answer a malformed request and close the connection."""
+        # In the middle of an answer, the client would read this as the rest of it. After the answer
+        # to a request whose body is still arriving, it expects no other one.
         begun = self.cycle and self.cycle.response_started
         if not begun or (self._in_head and self.cycle.response_complete):
             self._socket.write(_closing_answer(problem))
@@ -326,24 +326,24 @@ class Listener(uvicorn.Server):
         super().__init__(config)
         self._socket = bound
         self._serving: asyncio.Task[None] | None = None
-        # Its lines about starting and stopping would repeat ours.
+        # Uvicorn's lines about starting and stopping would repeat ours.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
     async def start(self) -> None:
-        """Return when requests are served."""
+        """Start serving requests."""
         self.config.load()
         self.lifespan = self.config.lifespan_class(self.config)
         await self.startup(sockets=[self._socket])
-        self._serving = asyncio.create_task(self._serve_until_told(), name="ff-http")
+        self._serving = asyncio.create_task(self._serve_until_stopped(), name="ff-http")
 
-    async def _serve_until_told(self) -> None:
+    async def _serve_until_stopped(self) -> None:
         await self.main_loop()
         await self.shutdown(sockets=[self._socket])
 
     async def stop(self, timeout_s: float) -> bool:
-        """Stop accepting, and let requests under way finish; cancel those that do not in time.
+        """Stop accepting connections and let current requests finish; cancels those that do not.
 
-        Returns whether all of them finished.
+        Returns whether all of them finished in time.
         """
         if self._serving is None:
             return True
@@ -351,7 +351,7 @@ class Listener(uvicorn.Server):
         _, late = await asyncio.wait([self._serving], timeout=timeout_s)
         if late:
             self.force_exit = True
-            # First the connections, so that nothing is answered to a request that is cancelled.
+            # Close connections first, so that a cancelled request sends no answer.
             for connection in [*cast("set[BoundedProtocol]", self.server_state.connections)]:
                 connection.abort()
             requests = list(self.server_state.tasks)
@@ -364,7 +364,7 @@ class Listener(uvicorn.Server):
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket, or a `ConfigError` that says why there is none."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named as TCP, asyncio sends each part of an answer at once; otherwise some wait for 40 ms.
+    # asyncio sets TCP_NODELAY only if the protocol is given; without it, some answers take 40 ms.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

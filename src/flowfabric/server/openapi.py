@@ -22,7 +22,7 @@ _ID = rf"^\{{fp:[0-9]{{1,5}}\}}:{_UUID}$"
 _parameter = re.compile(r"([\w-]+)/\{(\w+)\}").findall
 _PATH_ID = {"type": "string", "pattern": rf"^(\{{fp:[0-9]{{1,5}}\}}:|[0-9]{{1,5}}-){_UUID}$"}
 _PATH_UUID = {"type": "string", "format": "uuid"}
-# What the parameter after each of these words is; elsewhere it is any text.
+# The type of the path parameter after each of these segments; any other is text.
 _PATH_SCHEMAS: dict[str, dict[str, Any]] = {
     "executions": _PATH_ID,
     "groups": _PATH_ID,
@@ -209,7 +209,7 @@ def _headers(route: Route) -> list[dict[str, Any]]:
 
 
 def _raw_parameters(route: Route, schemas: _Schemas) -> list[dict[str, Any]]:
-    """The fields of a body, as query parameters beside one that is only the payload."""
+    """The fields of a body as query parameters, for uploads whose body is only the payload."""
     properties: dict[str, Any] = schemas.components[_body(route).__name__]["properties"]
     hint = f"Only with {RAW}."
     found: list[dict[str, Any]] = []

@@ -84,13 +84,12 @@ class Problem(Exception):
 def problem_of(error: EngineError, subject: str = "") -> Problem:
     """The answer to an error of the engine. `subject` is the id that the request is about.
 
-    A request that reached the engine was decoded: what the engine refuses breaks a rule, so it is
-    never 422.
+    The request was decoded before it reached the engine, so what the engine rejects is never 422.
     """
     detail = error.detail or (subject if error.code.endswith("_not_found") else "")
     options: dict[str, Any] = {"retryable": error.retryable, "status": error.http_status}
     if len(error.details) > 1:
-        # `detail` joins them, and one of them may hold a comma.
+        # Not `detail`, which joins them with commas that they may also contain.
         options["fields"] = {"details": error.details}
     if error.group == "validation" and error.http_status == 422:
         options["status"] = 400

@@ -54,10 +54,10 @@ class ServerProcess:
     async def start(
         cls, config: ServerConfig, location: ServerLocation, *, warn: bool = True, http: bool = True
     ) -> Self:
-        """Boot in the order of 09 §1; the first error ends it, and nothing is left running.
+        """Boot in the order of 09 §1. If a step fails, stops the earlier ones and raises the error.
 
-        `warn` logs what is open to everyone; `flowfabric dev` shows it in its own way. Without
-        `http`, only the scanners and the event dispatcher run (09 §11.10).
+        `warn` logs what is open to everyone; `flowfabric dev` shows that itself. Without `http`,
+        only the scanners and the event dispatcher run (09 §11.10).
         """
         location.check_server(has_secret=config.has_hmac_secret)
         observability.enable()
@@ -83,11 +83,11 @@ class ServerProcess:
 
     @property
     def serves_http(self) -> bool:
-        """Whether it listens."""
+        """Whether it serves HTTP."""
         return self._listener is not None
 
     def warn(self) -> None:
-        """Say what is open to everyone."""
+        """Log what is open to everyone."""
         if self.app.tokens.required:
             return
         listen_addr = host_port(*self.config.listen)
@@ -118,7 +118,7 @@ class ServerProcess:
         log.info("server stopped", extra={"action": "server_stopped"})
 
     async def stop_serving(self, ends_at: float | None = None) -> None:
-        """End streams and requests; the scanners and the backend stay."""
+        """End streams and requests, but keep the scanners and the backend."""
         if ends_at is None:
             ends_at = time.monotonic() + self.config.shutdown_timeout_s
         services = self.services

@@ -1,4 +1,4 @@
-"""Claims for workers elsewhere: long polls, clients that have gone, and repeated requests."""
+"""Claims for remote workers: long polls, disconnected clients, and repeated requests."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ LEAST_TTL_MS = 1_000
 MOST_TTL_MS = 86_400_000
 _DEFAULT_TTL_MS = 30_000
 _DRAIN_PAUSE_S = 1.0
-"""How long a drained worker waits for its answer at least, if it waits at all."""
+"""The minimum wait of a long poll by a drained worker."""
 _NOTHING = DeskClaims([])
 RequestKey = tuple[str, str, str]
 """The token, the instance and the id of a request."""
@@ -130,19 +130,19 @@ def _requests(worker: RemoteWorker) -> dict[str, ClaimRequest]:
 
 
 class _Claiming:
-    """A claim under way. A repeat of its request joins it."""
+    """A claim in progress. A repeat of its request joins it."""
 
     def __init__(self) -> None:
         self.clients = 0
         self.given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when every client has gone."""
+        """Done when every client has disconnected."""
         self.turn: Turn | None = None
         """Of a request with an id."""
         self.task: asyncio.Task[DeskClaims]
 
 
 class RemoteDesk:
-    """Serves the claims of workers elsewhere."""
+    """Serves the claims of remote workers."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -260,6 +260,6 @@ class RemoteDesk:
         return DeskClaims(claims, waited_s=(began - now) / 1000)
 
     async def aclose(self) -> None:
-        """Answer every long poll with nothing."""
+        """Answer every long poll, without a claim."""
         await self.desk.aclose()
         await self.fleet.aclose()

@@ -1,4 +1,4 @@
-"""Workers elsewhere, which their calls register and keep alive (04 §9)."""
+"""Remote workers, which are registered and kept alive by their calls (04 §9)."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 _PROMPT_S = 0.5
 _MAX_KNOWN = 10_000
 _LEAST_LIVENESS_MS = 60_000
-"""Longer than two of the longest polls: a worker that waits is alive."""
+"""More than two of the longest polls, so that a waiting worker counts as alive."""
 
 
 class RemoteWorker(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class _Known(msgspec.Struct):
 
 
 class RemoteFleet:
-    """The workers that call this server, as far as it remembers."""
+    """The workers that have called this server lately."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -59,7 +59,7 @@ class RemoteFleet:
         self._renewing: dict[tuple[str, str], asyncio.Task[Heartbeat | None]] = {}
 
     async def claims(self, worker: RemoteWorker) -> None:
-        """A worker claims: register it, unless it was lately."""
+        """Register a worker that claims, unless that happened recently."""
         key = worker.namespace, worker.worker_instance_id
         known = self._known.get(key)
         if known is None or known.worker != worker:
@@ -103,14 +103,14 @@ class RemoteFleet:
             await asyncio.wait(tasks)
 
     async def starts(self, worker: RemoteWorker, request_id: str | None) -> None:
-        """A worker starts: register it, unless another one with its instance id is alive.
+        """Register a worker that starts, unless another one with its instance id is alive.
 
-        A repeat of the request is no other worker.
+        A repeat of the request does not count as another worker.
         """
         await self._register(worker, request_id or new_uuid())
 
     async def beats(self, worker: RemoteWorker) -> bool:
-        """A worker says that it is alive; whether an operator drains it."""
+        """Renew the registration of a worker; returns whether it is being drained."""
         key = worker.namespace, worker.worker_instance_id
         known = self._known.get(key)
         if known is None or known.worker != worker:
@@ -122,7 +122,7 @@ class RemoteFleet:
         return beat is not None and beat.draining
 
     async def renews(self, instance: str, namespace: str) -> bool:
-        """A worker renews its leases, which shows that it is alive; whether it is drained."""
+        """Renew the registration of a worker that renews leases; returns whether it is drained."""
         known = self._known.get((namespace, instance))
         if known is not None and not _is_due(known):
             return False
@@ -134,7 +134,7 @@ class RemoteFleet:
         return beat is not None and beat.draining
 
     async def leaves(self, worker: RemoteWorker) -> None:
-        """A worker stops: list it no longer."""
+        """Remove a worker that stops from the registry."""
         self._known.pop((worker.namespace, worker.worker_instance_id), None)
         await self._backend.workers.mark_worker_dead(
             worker.worker_instance_id, worker.namespace, "shutdown"
@@ -177,7 +177,7 @@ class RemoteFleet:
             places.setdefault(home, []).append(lane)
         await backend.places.register_places(places)
         used = await backend.places.lanes_by_partition()
-        # Some executions were blocked until a worker like this one registers.
+        # Some executions may be blocked until a worker like this one registers.
         await release_routes(backend, {tag: names & set(lanes) for tag, names in used.items()})
 
 

@@ -1,7 +1,7 @@
-"""Repeated claims of workers elsewhere: whichever server gets one finds what the first one claimed.
+"""Repeated claims of remote workers: any server finds what the first request claimed.
 
 The first request with an id stores a note with a random seed before it claims, and the ids of its
-leases contain the seed. So a repeat finds the leases even if the first server was killed at once
+leases contain the seed. So a repeat finds the leases even if the first server was killed right
 after the claim.
 """
 
@@ -22,16 +22,16 @@ from flowfabric.engine.api.workers import WorkerLease
 from flowfabric.scheduler.giving_back import give_back
 
 _SEED = slice(8, 32)
-"""The part of a UUID that is the seed. What comes before it tells the calls of one request apart,
-and the engine numbers the leases of a call with the rest."""
+"""The part of a UUID that is the seed. The part before it distinguishes the calls of one request;
+the engine numbers the leases of a call with the part after it."""
 _CALL = slice(32)
-"""What the ids of leases from one call have in common."""
+"""The common part of the lease ids of one call."""
 _RELEASED = b"released"
 _PROMPT_S = 0.25
 _AWAY_S = 5.0
 """For how long to prefer other nodes than one that has not answered."""
 _MOST_TURNS = 128
-"""How many requests may have one id. Each looks at the notes of all before it."""
+"""How many requests may share one id. Each reads the notes of all earlier ones."""
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -62,10 +62,10 @@ class RemoteTurns:
     async def take(
         self, name: str, ttl_ms: int, requests: Mapping[str, ClaimRequest]
     ) -> tuple[Turn, list[Claim]]:
-        """Take the next turn under this name; also what the turns before it claimed."""
+        """Take the next turn under this name; also returns what earlier turns claimed."""
         notes, mine = self._backend.notes, new_uuid().encode()
         name, found = await self._first(name, mine, ttl_ms)
-        # A repeat of our own command after a lost reply finds our own note.
+        # After a lost reply, our repeated command finds our own note.
         turn = Turn((mine if found is None else found).decode()[_SEED], 0, ttl_ms)
         if found in (None, mine):
             return turn, []
@@ -103,12 +103,12 @@ class RemoteTurns:
         return last, await notes.claim_note(last, mine, ttl_ms)
 
     async def look(self, name: str, requests: Mapping[str, ClaimRequest]) -> list[Claim]:
-        """What the requests under this name claimed; takes no turn."""
+        """What the requests under this name claimed, without taking a turn."""
         found = await self._backend.notes.get_note(name)
         return [] if found is None else await self.claims(found.decode()[_SEED], requests)
 
     async def release(self, turn: Turn | None, claims: Sequence[Claim]) -> None:
-        """Give back what was claimed for a client that has gone, unless a repeat got it."""
+        """Release what was claimed for a disconnected client, unless a repeat got it."""
         if not claims:
             return
         if turn is not None:

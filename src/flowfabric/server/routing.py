@@ -140,7 +140,7 @@ class RouteTable:
             methods: dict[str, Route] = node.setdefault("", {})
             if methods.setdefault(route.method, route) is not route:
                 raise ValueError(f"two routes {route.method} {route.template}")
-        # Most requests create executions or read lists: no parameters.
+        # Most requests have no parameters, such as those that create executions or read lists.
         self._plain: dict[bytes, Match] = {}
         for route in self.routes:
             if not route.names:

@@ -18,14 +18,14 @@ from flowfabric.server.wire import encode
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 15.0
 TICK_S = 1.0
-"""How often what the feed does not carry is read: progress, and moves inside `runnable`."""
+"""How often to read what the feed does not carry: progress, and changes inside `runnable`."""
 _HEARTBEAT = b": heartbeat\n\n"
 DRAIN_S = 0.3
 """How long to wait for what the feed already holds."""
 
 
 def sent(name: str, data: Any, position: str) -> bytes:
-    """One event as it is sent."""
+    """One event in wire format."""
     return b"event: %s\nid: %s\ndata: %s\n\n" % (name.encode(), position.encode(), encode(data))
 
 
@@ -86,7 +86,7 @@ def stream(
     events: Callable[[Viewer], AsyncGenerator[bytes]],
     release: Callable[[], Awaitable[None]],
 ) -> EventStream:
-    """An answer of events; `release` frees what the caller has opened for it."""
+    """An event stream; `release` frees what the caller opened for it."""
 
     async def run() -> AsyncGenerator[bytes]:
         viewer = Viewer(call)
@@ -108,6 +108,6 @@ def stream(
 
 
 async def drained(changes: Changes) -> AsyncIterator[Event]:
-    """What the feed holds after the client's position, for something that has ended."""
+    """Events after the client's position, for something that has already ended."""
     while (event := await changes.next(DRAIN_S)) is not None and isinstance(event, Event):
         yield event

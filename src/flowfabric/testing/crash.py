@@ -15,7 +15,7 @@ When = Literal["before", "after"]
 
 
 class Crashes:
-    """The crashes of one test. A handler stays where it crashed until the test is over."""
+    """The crashes of one test. A handler that crashed hangs until the end of the test."""
 
     def __init__(self) -> None:
         self._stuck: set[asyncio.Future[None]] = set()
@@ -38,13 +38,13 @@ class Crashes:
             raise AssertionError(f"No worker crashed: {crash.why_not(name)}.")
 
     async def hold(self) -> None:
-        """Keep an `async def` handler where it is."""
+        """Suspend an `async def` handler where it crashed."""
         stuck = asyncio.get_running_loop().create_future()
         self._stuck.add(stuck)
         await stuck
 
     def hold_thread(self) -> None:
-        """Keep a `def` handler where it is."""
+        """Block a `def` handler where it crashed."""
         self._over.wait()
         raise asyncio.CancelledError
 
@@ -56,7 +56,7 @@ class Crashes:
         self._stuck -= here
         for future in here:
             future.cancel()
-        # They unwind in the next turns of the loop.
+        # They unwind in the next ticks of the loop.
         for _ in range(3 if here else 0):
             await asyncio.sleep(0)
 
@@ -114,7 +114,7 @@ class _Crash:
         return self._calls == self._number
 
     def _in_event_loop(self) -> bool:
-        """Whether holding this thread would stop the test, too."""
+        """Whether blocking this thread would also block the test."""
         with contextlib.suppress(RuntimeError):
             asyncio.get_running_loop()
             self._blocking = True
@@ -125,4 +125,4 @@ class _Crash:
         for runtime in list(live):
             if task is not None and runtime.runs(task):
                 self.happened = True
-                runtime.vanish(task)
+                runtime.simulate_kill(task)

@@ -26,7 +26,7 @@ _TIMERS = (
 
 
 class TestEngine(Closing):
-    """A real engine. Its own thread controls it, so it works with and without an event loop."""
+    """A real engine, controlled from its own thread: it works with and without an event loop."""
 
     __test__ = False
 
@@ -58,7 +58,7 @@ class TestEngine(Closing):
 
     def advance(self, ms: int) -> None:
         """Move the clock and run the timers that are due then."""
-        workers = [runtime.worker for runtime in list(live) if not runtime.worker.vanished]
+        workers = [runtime.worker for runtime in list(live) if not runtime.worker.killed]
         instances = [worker.config.worker_instance_id for worker in workers]
         self._portal.call(lambda: self._advance(ms, instances))
         for worker in workers:
@@ -98,7 +98,7 @@ def _exists(pid: int | None) -> bool:
 
 
 class Clock:
-    """The engine's clock. It runs with the real time, and you can advance it.
+    """The engine's clock. It follows the real time, and you can advance it.
 
     >>> def test_a_reminder_is_sent(fabric: TestFabric) -> None:
     ...     fabric.clock.advance("25h")
@@ -112,8 +112,8 @@ class Clock:
         return datetime.fromtimestamp(self._engine.now_ms() / 1000, UTC)
 
     def advance(self, duration: Duration) -> None:
-        """Let time pass: delays, retries, timeouts and deadlines that are due happen at once.
+        """Let time pass: delays, retries, timeouts and deadlines that become due happen at once.
 
-        Workers that run keep their leases; that of a crashed worker expires.
+        Running workers keep their leases; those of a crashed worker expire.
         """
         self._engine.advance(to_ms(duration, "duration"))

@@ -1,4 +1,4 @@
-"""The application objects of tests: they point others at the test engine and run their work."""
+"""The fixtures' objects: they point applications at the test engine and run their work."""
 
 import asyncio
 import contextlib
@@ -75,7 +75,7 @@ class TestFabric(Fabric):
 
     @contextlib.contextmanager
     def _redirected(self, app: Fabric) -> Generator[None]:
-        # A client that is connected elsewhere serves again after the test.
+        # Set the application's connected clients aside until the end of the test.
         openings, app._openings = app._openings, {}  # noqa: SLF001
         try:
             with app.location.redirected(self._engine.address):
@@ -86,14 +86,14 @@ class TestFabric(Fabric):
     async def drain(self, timeout: Duration = 30) -> list[Ended]:
         """Run everything that can run now, until nothing is left; returns what ended.
 
-        The list also has what ended since the last call without it, ordered by the millisecond in
-        which it ended. Retries and delays wait for their time: `fabric.clock.advance()` lets it
-        pass. After `timeout` of real time it raises `TimeoutError`.
+        The list also includes what ended between the last call and this one, in the order in which
+        it ended. To run delayed work and retries, call `fabric.clock.advance()` first. After
+        `timeout` of real time it raises `TimeoutError`.
         """
-        await self._work_off(timeout)
+        await self._run_all(timeout)
         return await self._newly_ended()
 
-    async def _work_off(self, timeout: Duration) -> None:
+    async def _run_all(self, timeout: Duration) -> None:
         limit_s = to_ms(timeout, "timeout") / 1000
         work = self._worker_of_all().run(signals=False, until_idle=self._run_timers)
         draining = asyncio.create_task(work)
@@ -160,23 +160,24 @@ class TestFabric(Fabric):
     async def wait_until_suspended(
         self, run: Run[Any] | SyncRun[Any], timeout: Duration = 10
     ) -> Wait:
-        """Wait until the handler of a run waits for an answer; returns what it asks.
+        """Wait until the handler of a run waits for an answer; returns its question.
 
-        If no worker runs in the background of the test, this runs what can run now.
+        Unless a worker runs in the background of the test, this runs what can run now.
         """
         if not live:
-            await self._work_off(timeout)
+            await self._run_all(timeout)
         return await self.get_run(run.id).wait_until_suspended(timeout)
 
     @contextlib.contextmanager
     def crash_at(
         self, owner: object, name: str, *, call: int = 1, when: When = "before"
     ) -> Generator[None]:
-        """Kill the worker when one of its handlers awaits `owner.name`, a module's or class's.
+        """Kill the worker when one of its handlers awaits the function `owner.name`.
 
-        The worker stops as if its process had been killed: the handler never continues, nothing
-        more is stored, and its leases expire when you advance the clock. `when="after"` lets the
-        call finish first. Raises `AssertionError` if the block ends without a crash.
+        `owner` is a module or a class. The worker stops as if its process had been killed: the
+        handler never continues, nothing more is stored, and its leases expire when you advance the
+        clock. `when="after"` lets the call finish first. Raises `AssertionError` if the block ends
+        without a crash.
 
         >>> with fabric.crash_at(shop, "charge_card", when="after"):
         ...     await fabric.drain()

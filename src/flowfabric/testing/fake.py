@@ -1,4 +1,4 @@
-"""Contexts without an engine: run one handler in the test itself, and see what it did."""
+"""Contexts without an engine: call a handler in a test, and check what it did."""
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
@@ -23,11 +23,11 @@ T = TypeVar("T")
 Answer = str | Signal | None
 """A signal, or only its name. With None, the wait times out."""
 Answers = Mapping[str, Answer | Sequence[Answer]]
-"""By the name of the wait; a list has the answers to several waits, or several answers to one."""
+"""Answers by the name of the wait; a list answers several waits, or one wait several times."""
 
 
 class UnansweredWait(AssertionError):
-    """The handler waits for something that `answers` does not have."""
+    """The handler waits for something that `answers` does not contain."""
 
 
 class ProgressReport(NamedTuple):
@@ -38,7 +38,7 @@ class ProgressReport(NamedTuple):
 
 
 class BudgetSpend(NamedTuple):
-    """Usage that a handler reported to a budget, or settled of a hold."""
+    """Usage that a handler reported to a budget or settled from a hold."""
 
     budget: str
     amounts: Mapping[str, int]
@@ -129,7 +129,7 @@ class _FakeRuntime:
 
 
 class _FakeTask:
-    """What a context needs of a claimed task."""
+    """The part of a claimed task that contexts use."""
 
     lease_lost: LeaseLost | None = None
     lease_epoch = 1
@@ -185,7 +185,7 @@ class _FakeTask:
         del self._held[reservation_id]
 
     async def enforce(self, *_: object) -> None:
-        """No limit is set here."""
+        """Do nothing: there are no limits here."""
 
     async def update_progress(self, pct: int | None, message: str | None) -> None:
         self._recorder.reports.append(ProgressReport(pct, message))
@@ -194,7 +194,7 @@ class _FakeTask:
         self._recorder.frames.append(frame)
 
     async def flush_output(self) -> None:
-        """Nothing is buffered."""
+        """Do nothing: output is not buffered here."""
 
 
 class _FakeClaim(NamedTuple):
@@ -226,7 +226,7 @@ class _FakeFlow:
 
 
 def _passed(value: Any) -> FlowInput:
-    """The input that another node with this result passes on."""
+    """The input from a node with this result."""
     done = _successful(value)
     return FlowInput(done.execution_id, "failed", None) if value is None else done
 

@@ -16,7 +16,7 @@ from flowfabric.core.text import host_port, shown
 log = logging.getLogger(__name__)
 DEFAULT_PORT: Final = 6379
 _INSTEAD: Final = ("FF_HOST", "FF_PORT", "FF_TLS", "FF_CLUSTER")
-"""The variables that make an address where no URL does."""
+"""The variables that set the address if there is no URL."""
 _MAX_DB: Final = 2**31 - 1
 _ESCAPE: Final = "in a password, write @ / ? # and [ as %40 %2F %3F %23 and %5B"
 _is_host = re.compile(r"[\w.-]+(:\d+)?(/\d+)?|\[[0-9a-fA-F:]+\](:\d+)?").fullmatch
@@ -45,7 +45,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     tls_cert: str | None = None
     tls_key: str | None = None
     seeds: tuple[tuple[str, int], ...] = ()
-    """The nodes that a cluster is learned from; empty for a single server."""
+    """The nodes from which to discover the cluster; empty for a single server."""
 
     @property
     def cluster(self) -> bool:
@@ -188,7 +188,7 @@ def _parse_unix(parts: SplitResult) -> Address:
     if options:
         raise ValueError(f"the only option of unix:// is db; {_ESCAPE}")
     username, password = _credentials(userinfo)
-    # As Python's paths: the file system's encoding may not be UTF-8, nor the path valid in it.
+    # Decode as Python does for paths: the file system's encoding may not be UTF-8.
     path = os.fsdecode(unquote_to_bytes(os.fsencode(raw_path)))
     return Address(socket_path=path, username=username, password=password, db=db)
 

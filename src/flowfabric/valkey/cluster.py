@@ -58,8 +58,8 @@ class ClusterTransport(Transport):
         self._nodes: dict[Endpoint, bool] = {}
         self._routes: list[Link | None] = [None] * SLOTS
         self._links: dict[Endpoint, Link] = {self._seeds[0]: self._link}
-        # Calls under ASK travel apart: on these connections every command follows an ASKING, so
-        # an abandoned call can never lend its ASKING to a call that should not have one.
+        # Separate connections for calls under ASK, where every command follows an ASKING: an
+        # abandoned call can never pass its ASKING on to a call that should not have one.
         self._ask_links: dict[Endpoint, Link] = {}
         self._map_error: TransportError | None = None
         self._refreshing: asyncio.Task[None] | None = None
@@ -79,7 +79,7 @@ class ClusterTransport(Transport):
                 raise self._no_route(slot)
             return await link.dedicated(on_push)
 
-        # Dialling can be repeated as safely as a read.
+        # Dialling is as safe to repeat as a read.
         call = self._patient(("PING",), self._connect_timeout)
         return await call.run(attempt)
 
@@ -105,7 +105,7 @@ class ClusterTransport(Transport):
     async def aclose(self) -> None:
         self._closed = True
         links = self._links_so_far()
-        # Before the first await, where the caller may be cancelled.
+        # Before the first await, at which the caller may be cancelled.
         for link in links:
             link.close()
         if self._refreshing is not None:
@@ -142,7 +142,7 @@ class ClusterTransport(Transport):
         try:
             return await call.run(attempt, None if redirect else failed)
         except TransportError as error:
-            # A lost node may have been replaced: have the map ready for the next call.
+            # A lost node may have been replaced, so refresh the map for the next call.
             if error.kind in {"transport", "timeout"} and not self._closed:
                 self._start_refresh()
             raise
@@ -161,7 +161,7 @@ class ClusterTransport(Transport):
                 raise self._no_route(slot)
             conn = await link.acquire(call.give_up, patient=False)
             if redirect is not None and redirect.asking:
-                # If it fails, so does the call itself.
+                # If this fails, the call fails as well.
                 conn.send(("ASKING",), call.deadline).add_done_callback(_ignore_outcome)
             try:
                 return await conn.send(call.args, call.deadline)
@@ -171,7 +171,7 @@ class ClusterTransport(Transport):
         raise redirect
 
     async def _find_links(self, *, replicas: bool = False) -> list[Link]:
-        # A node that joined a moment ago must not be missed.
+        # Refresh first, so that a node that has just joined is not missed.
         await self._learn(asyncio.get_running_loop().time() + self._request_timeout)
         if not self._nodes:
             raise self._no_route(None)
@@ -261,8 +261,8 @@ class ClusterTransport(Transport):
                 self._retire(table, endpoint)
 
     def _retire(self, table: dict[Endpoint, Link], endpoint: Endpoint) -> None:
-        """Close the link to a node that left; one that owes replies is closed by a later map."""
-        # A node that a slot moves to may not be in the map yet; the next ASK dials it again.
+        """Close the link to a node that left, or leave it to a later map if replies are due."""
+        # This also closes a node that is not in the map yet; the next ASK dials it again.
         link = table[endpoint]
         if link.conn is None or not link.conn.in_flight:
             del table[endpoint]

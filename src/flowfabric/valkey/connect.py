@@ -16,7 +16,7 @@ MINIMUM_VERSION: Final = (8, 0)
 
 log = logging.getLogger(__name__)
 
-# After this long, the log says what the process is waiting for.
+# After this long, log what the process is waiting for.
 _SILENCE: Final = 1.0
 VERSION_BUDGET_S: Final = 60.0
 """How long a process that sets up a deployment waits for a Valkey that is new enough (09 §1.1)."""

@@ -28,13 +28,13 @@ OnPush: TypeAlias = Callable[[list[Reply]], None]
 REQUEST_TIMEOUT: Final = 5.0
 CONNECT_TIMEOUT: Final = 10.0
 MAX_IN_FLIGHT: Final = 4096
-# A reply this late after its deadline means the peer is gone, though its socket looks alive.
+# If a reply is this late after its deadline, the peer is gone, even if its socket looks alive.
 STALL_GRACE: Final = 5.0
 
-# The longest extension of a deadline that passed while user code held the loop.
+# The longest extension of a deadline that passed while user code blocked the loop.
 _HELD_GRACE: Final = 0.05
 _CLOSE_GRACE: Final = 1.0
-# This many calls leave before the end of their tick: the server works while the rest is prepared.
+# Send after this many calls without waiting for the end of the tick, so that the server can start.
 _EARLY: Final = 16
 _WRITE_HIGH_WATER: Final = 1 << 20
 _NOTHING: Final = object()
@@ -43,7 +43,7 @@ _PUSHES: Final = frozenset({b"message", b"pmessage", b"smessage", b"sunsubscribe
 
 
 class DialOptions(TypedDict, total=False):
-    """What all connections to a deployment share."""
+    """The options that all connections to a deployment share."""
 
     name: str
     connect_timeout: float
@@ -142,7 +142,7 @@ class Connection(asyncio.Protocol):
         self._end(why, abort=True)
 
     def disown(self) -> object:
-        """In a forked child: leave the parent's socket open. Keep what this returns alive, too."""
+        """In a forked child: leave the parent's socket open. Also keep the result alive."""
         transport, self._transport = self._transport, None
         self.why = "it belongs to the parent of this process"
         self._disowned = True
@@ -153,8 +153,8 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        # Without a buffer, a write goes to the socket at once; some loops would otherwise wait for
-        # the end of the tick. TLS needs a buffer: asyncio's never drains below a limit of 0.
+        # Without a buffer, a write goes to the socket at once; otherwise some loops wait for the
+        # end of the tick. TLS needs a buffer, because asyncio's never drains below a limit of 0.
         plain = transport.get_extra_info("sslcontext") is None
         self._transport.set_write_buffer_limits(high=0 if plain else _WRITE_HIGH_WATER)
         self.why = "the connection was lost"
@@ -165,7 +165,7 @@ class Connection(asyncio.Protocol):
             self._feed(data)
             while (reply := gets()) is not _NOTHING:
                 if on_push is not None and _is_push(reply):
-                    # Through the loop: a failing callback must not break the reply stream.
+                    # Through the loop, because a failing callback must not break the reply stream.
                     self.loop.call_soon(on_push, reply)
                     continue
                 future = sent.popleft()[0]
@@ -186,7 +186,7 @@ class Connection(asyncio.Protocol):
         error = faults.from_reply(text)
         if not future.done():
             future.set_exception(error)
-        # Dialled again, the address of a replica may lead to the primary.
+        # Dial again: the address of a replica may now lead to the primary.
         replica = error.kind == "read_only" or text.startswith("MASTERDOWN")
         if replica and self.on_demoted is not None:
             self.on_demoted(self)
@@ -233,7 +233,7 @@ class Connection(asyncio.Protocol):
                 self._sent.append(call)
                 chosen.append(call[2])
         if not unsent:
-            # If all the rest was abandoned and nothing is in flight, no reply would flush again.
+            # If all other calls were abandoned and none is in flight, no reply would flush again.
             self._flush_due = self._stuck = False
         if chosen:
             transport.write(b"".join(chosen))
@@ -245,8 +245,8 @@ class Connection(asyncio.Protocol):
         self._alarm = self.loop.call_at(at, self._ring)
 
     def _ring(self) -> None:
-        # If user code held the loop past the deadline, the reply may be waiting in the socket, or
-        # the request may not have been sent. Extend the deadline by some of that time.
+        # If user code blocked the loop past the deadline, the reply may be waiting in the socket,
+        # or the request may not have been sent. Extend the deadline by part of that time.
         held = self.loop.time() - self._alarm_at
         self._alarm = self.loop.call_later(min(max(held, 0.001), _HELD_GRACE), self._sweep)
 
@@ -283,7 +283,7 @@ class Connection(asyncio.Protocol):
         if transport is None:
             return
         self.why, self._kind = why, kind
-        # First, so that nobody gets this connection again.
+        # First, so that no caller gets this connection again.
         if self.on_lost is not None:
             self.on_lost(self)
         if self._alarm is not None:

@@ -44,9 +44,9 @@ _damaged = re.compile(r"Bad file format reading the append only file (\S+\.incr\
 
 
 class EmbeddedServer:
-    """A process's hold on the embedded Valkey, which lives while any process has one.
+    """A process's hold on the embedded Valkey, which runs while any process has one.
 
-    A forked child shares its parent's hold: the server stays until both have released it or ended.
+    A forked child shares its parent's hold: the server runs until both have released it or ended.
     """
 
     def __init__(self, folder: DataFolder, aof: Aof, binary: str | None) -> None:

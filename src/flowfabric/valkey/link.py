@@ -1,4 +1,4 @@
-"""The connection to one server, dialled again when it is lost, and the calls that outlast that.
+"""The connection to one server, which is dialled again when lost, and calls that survive that.
 
 A call that meets an outage is repeated for `PATIENCE` request timeouts, 10 s by default: most
 outages (a restart, a server that loads its data, a failover, a slot on the move) end by themselves.
@@ -20,7 +20,7 @@ from flowfabric.valkey.address import Address
 from flowfabric.valkey.connection import Arg, Connection, DialOptions, OnPush, Reply, Watcher, dial
 
 PATIENCE: Final = 2
-"""For how many request timeouts a call is repeated; twice 5 s is as long as connecting takes."""
+"""For how many request timeouts to repeat a call; twice 5 s is the connect timeout."""
 _FIRST_BACKOFF: Final = 0.020
 _LAST_BACKOFF: Final = 1.0
 _LAST_PAUSE: Final = 0.5
@@ -57,7 +57,7 @@ _SUBCOMMANDS: Final = frozenset(
 )
 
 Revive = Callable[[], object]
-"""Called, in a thread, when a server cannot be reached: its owner may start it again."""
+"""Called on a thread when a server cannot be reached; its owner may restart it."""
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class PatientCall:
 
     args: tuple[Arg, ...]
     give_up: float
-    """When the call is sent for the last time."""
+    """The last time at which the call is sent."""
     timeout: float | None
     """How long each send waits for its reply; None: until `give_up`."""
     replay_safe: bool
@@ -112,7 +112,7 @@ class PatientCall:
             try:
                 return await attempt(failed)
             except TransportError as error:
-                # A later clean failure does not undo that an earlier send may have run.
+                # Stays ambiguous after a later clean failure, because an earlier send may have run.
                 error.ambiguous = error.ambiguous or (failed is not None and failed.ambiguous)
                 failed = error
 
@@ -130,12 +130,12 @@ class Link:
     ) -> None:
         self.address = address
         self.conn: Connection | None = None
-        self.hurried = False
+        self.fails_fast = False
         """Whether calls fail at once when the server cannot be reached."""
         self._options = options
         self._revive = revive
         self._dialler: asyncio.Task[None] | None = None
-        # Ends with the current attempt: None, or what went wrong.
+        # Resolves with the current attempt: None, or what went wrong.
         self._attempt: asyncio.Future[TransportError | None] | None = None
         self._error: TransportError | None = None
         self.closed = False
@@ -143,7 +143,7 @@ class Link:
         self._up_at: float | None = None
         self._wrong_server = False
         self._logged_outage = False
-        # Owned by callers; ended here only when the address leads to another server.
+        # Owned by callers; closed here only if the address leads to another server.
         self._dedicated: set[Connection] = set()
         # Replaced while replies were due; they close after the last one.
         self._replaced: set[Connection] = set()
@@ -156,7 +156,7 @@ class Link:
         while self.conn is None:
             if self.closed:
                 raise self._closed_error()
-            if self._error is not None and (self.hurried or not patient):
+            if self._error is not None and (self.fails_fast or not patient):
                 raise self._failure(self._error)
             attempt = self._attempt or self._start()
             done, _ = await asyncio.wait([attempt], timeout=max(0.0, deadline - loop.time()))
@@ -207,7 +207,7 @@ class Link:
     def forget(self) -> None:
         """In a forked child: leave the parent's sockets and loop alone and start afresh."""
         leave_behind(self._dialler, self._attempt)
-        # Their owners find them closed and dial again.
+        # Their owners will find them closed and dial again.
         shared = [self.conn] if self.conn is not None else []
         for conn in (*shared, *self._dedicated, *self._replaced, *self._closing):
             leave_behind(conn.disown())

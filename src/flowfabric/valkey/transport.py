@@ -30,7 +30,7 @@ class Transport:
         self._options = options
         self._request_timeout = options.get("request_timeout", connection.REQUEST_TIMEOUT)
         self._connect_timeout = options.get("connect_timeout", connection.CONNECT_TIMEOUT)
-        self._closed = self._hurried = False
+        self._closed = self._fails_fast = False
         self._link = Link(address, options, revive)
 
     async def refresh(self) -> None:
@@ -68,7 +68,7 @@ class Transport:
     async def blocking(
         self, tag: str | None = None, *, on_push: OnPush | None = None
     ) -> Connection:
-        """A connection of its own for blocking reads or subscriptions; the caller closes it.
+        """A separate connection for blocking reads or subscriptions; the caller closes it.
 
         In a cluster it leads to the primary of `tag`, or to any.
         """
@@ -89,7 +89,7 @@ class Transport:
         return await self._call_all(args, timeout, await self._find_links(replicas=True))
 
     async def wait_ready(self, timeout: float | None = None, *, patient: bool = True) -> None:
-        """Return at PONG; raise what was wrong at the deadline or, impatient, at the first try."""
+        """Wait for PONG; raises the error at the deadline or, unless `patient`, immediately."""
         limit = self._connect_timeout if timeout is None else timeout
         if not patient:
             await self._link.acquire(asyncio.get_running_loop().time() + limit, patient=False)
@@ -100,11 +100,11 @@ class Transport:
         link = self._link_of(tag)
         return None if link is None else link.address.peer
 
-    def hurry(self, *, leaving: bool = True) -> None:
-        """While leaving, calls to a server that cannot be reached fail at once."""
-        self._hurried = leaving
+    def fail_fast(self, *, enabled: bool = True) -> None:
+        """Make calls fail at once while the server is unreachable."""
+        self._fails_fast = enabled
         for link in self._links_so_far():
-            link.hurried = leaving
+            link.fails_fast = enabled
 
     async def aclose(self) -> None:
         """Fail what is pending and close every connection. A closed transport stays closed."""
@@ -164,7 +164,7 @@ class Transport:
             give_up=start + limit,
             timeout=self._request_timeout if timeout is None else None,
             replay_safe=replay_safe,
-            leaving=lambda: self._closed or self._hurried or (only is not None and only.closed),
+            leaving=lambda: self._closed or self._fails_fast or (only is not None and only.closed),
         )
 
     async def _ask(self, link: Link, *args: Arg, timeout: float | None = None) -> Reply:

@@ -117,7 +117,7 @@ def test_an_unreadable_document_is_corruption(document: bytes) -> None:
     assert caught.value.code == "corruption"
 
 
-def test_corruption_is_told_before_depth() -> None:
+def test_corruption_is_reported_before_depth() -> None:
     with pytest.raises(EngineError) as caught:
         merge(b"[]", parse_patch(nested(17).encode()))
     assert caught.value.code == "corruption"

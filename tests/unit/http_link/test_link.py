@@ -313,7 +313,7 @@ async def test_a_lost_answer_of_what_may_be_repeated(method: str, repeatable: bo
     assert calls == 2
 
 
-async def test_a_limit_says_when_to_come_back() -> None:
+async def test_a_limit_has_a_retry_after() -> None:
     """A command waits for it, too: nothing was done, and the answer says for how long."""
     late = b'{"code":"resource_exhausted","detail":"too fast","retry_after_ms":1}'
     async with peer(answers(answer(429, late), answer(200, b"7")), patient=False) as link:

@@ -105,7 +105,7 @@ async def test_it_reconnects_by_itself_without_a_call(far: Transport, proxy: Fau
     assert proxy.accepted == 2
 
 
-async def test_whoever_fails_to_revive_the_server_does_not_stop_the_dialling(
+async def test_a_failed_revival_does_not_stop_the_dialling(
     keep: Keeper, proxy: FaultProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     tries: list[int] = []
@@ -182,7 +182,7 @@ async def test_a_refusal_that_passes_is_ridden_out_by_every_call(keep: Keeper, k
         error = await failure(client.call("INCR", "n"))
         assert (error.kind, error.ambiguous) == (kind, False)
         assert 0.05 < loop.time() - begun < 5
-        client.hurry()
+        client.fail_fast()
         client._request_timeout = 60
         await failure(client.call("INCR", "n"))
 

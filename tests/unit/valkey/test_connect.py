@@ -193,7 +193,7 @@ async def test_a_standalone_server_is_not_a_cluster(shared_server: TestServer) -
             await connect(parse_url(f"valkey+cluster://127.0.0.1:{port}"), connect_timeout=30)
 
 
-async def test_who_is_impatient_hears_of_a_refusal_at_once(tmp_path: Path) -> None:
+async def test_an_impatient_caller_gets_a_refusal_at_once(tmp_path: Path) -> None:
     refused = f"127.0.0.1:{free_port()}"
     places = (f"valkey://{refused}", f"valkey+cluster://{refused}", f"unix://{tmp_path}/none")
     for url in places:
@@ -202,7 +202,7 @@ async def test_who_is_impatient_hears_of_a_refusal_at_once(tmp_path: Path) -> No
                 await connect(parse_url(url), connect_timeout=60.0, patient=False)
 
 
-async def test_who_is_patient_says_that_it_waits(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_patient_caller_logs_that_it_waits(caplog: pytest.LogCaptureFixture) -> None:
     peer = f"127.0.0.1:{free_port()}"
     told = asyncio.Event()
     with telling(told):

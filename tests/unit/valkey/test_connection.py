@@ -309,7 +309,7 @@ async def test_a_peer_that_does_not_speak_the_protocol(keep: Keeper, reply: byte
         await client.aclose()
 
 
-async def test_a_peer_that_accepts_and_says_nothing() -> None:
+async def test_a_peer_that_accepts_and_never_answers() -> None:
     async with scripted_peer(lambda _: b"") as port:
         with pytest.raises(TransportError) as caught:
             await dial(parse_url(f"valkey://127.0.0.1:{port}"), connect_timeout=0.1)

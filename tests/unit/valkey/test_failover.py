@@ -1,4 +1,4 @@
-"""A primary is demoted behind an address that stays: clients follow it to the new one."""
+"""A primary behind a fixed address is demoted: clients follow it to the new one."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ async def test_a_missing_ca_file_is_named(keep: Keeper) -> None:
     assert not error.retryable
 
 
-async def test_a_port_without_tls_is_told_as_such() -> None:
+async def test_the_error_names_a_port_without_tls() -> None:
     """It takes the greeting of TLS for the beginning of a command, and waits for the rest."""
 
     async def silent(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:

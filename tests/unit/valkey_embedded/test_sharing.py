@@ -1,4 +1,4 @@
-"""One server per folder: started by the first user, shared by all, gone with the last."""
+"""One server per folder: started by its first user, shared by all, stopped after the last."""
 
 from __future__ import annotations
 

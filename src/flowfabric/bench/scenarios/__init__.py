@@ -1,4 +1,4 @@
-"""What `flowfabric bench` measures: one function per scenario, each run on a server of its own."""
+"""What `flowfabric bench` measures: one function per scenario, each run on its own server."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
@@ -22,13 +22,13 @@ from flowfabric.bench.scenarios import (
 
 
 class Measurement(NamedTuple):
-    """How a scenario is measured, with its default of n and of repeat."""
+    """How a scenario is measured, with its defaults for n and repeat."""
 
     run: Callable[[Arena], Awaitable[Figures]]
     n: int
     repeat: int
     decides: str
-    """The figure whose median decides which run is reported."""
+    """The figure whose median selects the run to report."""
 
 
 MEASUREMENTS: Mapping[Scenario, Measurement] = {
@@ -66,7 +66,7 @@ async def measure(
 
 
 async def _run_once(scenario: Scenario, options: Options, progress: Progress) -> Figures:
-    """The figures of one run, and of the floor right after it if asked."""
+    """The figures of one run and, if requested, of the floor right after it."""
     async with arena(options, progress) as at:
         figures = await MEASUREMENTS[scenario].run(at)
     if options.with_floor:

@@ -36,7 +36,7 @@ async def latency(at: Arena) -> Figures:
 
 
 async def resume(at: Arena) -> Figures:
-    """Signal one waiting execution at a time; then `n` that all wait, as fast as possible."""
+    """Signal one waiting execution at a time; then signal `n` as fast as possible."""
     n = at.options.n
     async with BenchApp(at.url) as app, worker_process(at.url, concurrency=_CONCURRENCY):
         at.progress.begin("resume: one at a time", _WARM_UP + n)
@@ -75,7 +75,7 @@ async def _resume_all(at: Arena, targets: list[SignalTarget]) -> None:
 
 
 async def recovery(at: Arena) -> Figures:
-    """Kill the one worker of two that holds all the work; once with the scanners, once without."""
+    """Kill the worker that holds all the work, first one that runs the scanners, then another."""
     at.progress.begin("recovery", 2 * at.options.n)
     with_scanners = await _recover(at, scanners=True)
     async with arena(at.options, at.progress) as fresh:

@@ -75,7 +75,7 @@ async def chain(at: Arena) -> Figures:
     """Run one flow of ten members at a time; then submit `n` and run them at the same time."""
     n, flows = at.options.n, at.backend.flows
     singles = _WARM_UP + max(1, n // _SINGLE_SHARE)
-    # The worker counts what it runs, so that the end of the last flow needs no search.
+    # The worker reports when it has run everything, so that nothing needs to poll for the end.
     goal = (singles + n) * _LENGTH
     async with (
         BenchApp(at.url) as app,

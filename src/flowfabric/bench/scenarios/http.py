@@ -35,7 +35,7 @@ def _request(path: str, body: bytes) -> bytes:
 
 
 async def run(at: Arena) -> Figures:
-    """Submits per second over HTTP, and how they compare with the same through the engine."""
+    """Submits per second over HTTP, compared with the same batches through the engine."""
     n = at.options.n
     async with server_process(at.url) as port:
         links = [await asyncio.open_connection("127.0.0.1", port) for _ in range(_CONNECTIONS)]
@@ -67,7 +67,7 @@ async def run(at: Arena) -> Figures:
 
 @contextlib.asynccontextmanager
 async def server_process(url: str) -> AsyncGenerator[int]:
-    """`flowfabric server` in a process of its own."""
+    """`flowfabric server` in another process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -140,7 +140,7 @@ async def _bulk(links: list[Link], n: int) -> None:
 
 
 async def _tail_lags(at: Arena, port: int) -> list[float]:
-    """How old frames are, in ms, when clients of event streams have them: one stream each."""
+    """The age of frames, in ms, when clients of event streams receive them."""
     ids = ExecutionId.mint_solo_many(_TAILED, at.backend.counts, _TAILS)
     await at.backend.executions.create_many(
         [NewExecution(execution_id=i, execution_kind="noop", lane_id=_TAILED) for i in ids]

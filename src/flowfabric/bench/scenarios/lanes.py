@@ -22,7 +22,7 @@ async def run(at: Arena) -> Figures:
     many = [f"many-{number}" for number in range(min(_MANY, n))]
     at.progress.begin("lanes", 2 * n + _EACH * len(many))
     async with BenchApp(at.url) as app:
-        # First: scanners check what ran, which counts as well.
+        # Measured first: later, the scanners' checks of what ran would count as well.
         worker = app.worker(lanes=few, concurrency=1)
         serving = asyncio.create_task(worker.run(signals=False))
         await asyncio.sleep(min(at.options.seconds, _SETTLE_S))

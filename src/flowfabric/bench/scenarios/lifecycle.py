@@ -17,7 +17,7 @@ _PINGS = 2_000
 
 
 async def floor(at: Arena) -> Figures:
-    """What the engine's functions alone allow: raw batched calls, each transition timed."""
+    """The limit set by the engine's functions: raw batched calls, each transition timed."""
     n, raw = at.options.n, at.raw
     at.progress.begin("floor: warm-up", 3 * _WARM_UP)
     await raw.warm_up(_WARM_UP)
@@ -100,8 +100,8 @@ async def _unbatched(at: Arena) -> Figures:
 async def _single_calls(at: Arena, callers: int) -> Figures:
     """Submit here and process in a worker process at the same time, one execution per call.
 
-    Each caller submits, waits for the answer and submits again; the worker has as many slots,
-    and each of them ends its execution and takes the next one.
+    Each caller submits, waits for the answer and submits again. The worker has as many slots; each
+    of them ends its execution and claims the next one.
     """
     n = at.options.n
     process = worker_process(at.url, goal=_WARM_UP + n, concurrency=callers, batch=1)

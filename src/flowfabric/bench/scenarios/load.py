@@ -1,4 +1,4 @@
-"""What much costs: many executions in memory, a long backlog, a hundred idle workers."""
+"""The cost of scale: many executions in memory, a long backlog, a hundred idle workers."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from flowfabric.engine.api.executions import Completion
 _PAYLOAD = b'{"text":"' + b"x" * 189 + b'"}'
 _MEMORY_WARM_UP = 256
 _SETTLED = 5
-"""Equal readings in a row: the server no longer moves its tables to larger ones."""
+"""Equal readings in a row after which the server has finished resizing its tables."""
 _READ_PAUSE_S = 0.05
 
 _CLAIM = ClaimRequest(LANE, "bench", "bench-backlog")
@@ -24,7 +24,7 @@ _SMALL = 1_000
 _BLOCK = 50
 _BLOCKS = 60
 _SLICE = 16_384
-"""Creations built at a time, to keep this process small."""
+"""How many requests to build at a time, to keep this process small."""
 
 _OTHER_LANE = "elsewhere"
 _PROCESSES = 2
@@ -97,7 +97,7 @@ async def _grow(at: Arena, wanted: int) -> None:
 
 
 async def _claim_block(at: Arena) -> list[float]:
-    """Milliseconds of some claims; what they took is completed and replaced afterwards."""
+    """Milliseconds of some claims; then completes and replaces what they claimed."""
     taken, times = list[Completion](), list[float]()
     for _ in range(min(_BLOCK, at.options.n)):
         start = time.perf_counter_ns()
@@ -110,7 +110,7 @@ async def _claim_block(at: Arena) -> list[float]:
 
 
 async def idle(at: Arena) -> Figures:
-    """Count the commands of one idle worker and of many, and what the many cost a submitter."""
+    """Count the commands of one and of many idle workers, and how much these slow a submitter."""
     workers = at.options.workers
     async with _idle_workers(at, 1, LANE):
         one = await commands_per_s(at)
@@ -192,7 +192,7 @@ async def commands_per_s(at: Arena) -> float:
         await asyncio.sleep(at.options.seconds / 10)
         at.progress.step()
     after, end = (await at.backend.meta.usage()).commands, time.perf_counter()
-    # One of them was ours: it read the first figure.
+    # One of them was our own command that read the first figure.
     return (after - before - 1) / (end - start)
 
 

@@ -73,7 +73,7 @@ async def _start_ms(app: BenchApp, task: Task[..., None]) -> float:
 
 
 async def fairness(at: Arena) -> Figures:
-    """Compare the starts of one namespace alone and beside one with ten times its work."""
+    """Compare start times of one namespace alone and beside one with ten times its work."""
     n = at.options.n
     async with BenchApp(at.url) as quiet, BenchApp(at.url) as noisy:
         quiet.namespace, noisy.namespace = "quiet", "noisy"

@@ -1,4 +1,4 @@
-"""Output of attempts: how much a worker can write, and how soon followers have it."""
+"""Output of attempts: how much a worker can write, and how soon followers receive it."""
 
 import asyncio
 import contextlib
@@ -74,7 +74,7 @@ async def _write(at: Arena, tasks: Tasks, n: int) -> float:
 
 @contextlib.asynccontextmanager
 async def _tails(at: Arena, tasks: Tasks, lags: asyncio.Queue[float]) -> AsyncGenerator[Backend]:
-    """A client whose tails wait, one per task; each frame's age goes to `lags`."""
+    """A client with one waiting tail per task; appends the age of each frame to `lags`."""
     # Every tail waits in a call of its own.
     os.environ["FF_MAX_CONCURRENT_STREAM_OPS"] = str(max(len(tasks), _POOL))
     backend = await open_backend(at.url, name="ff-bench-tails")
@@ -103,7 +103,7 @@ async def _read(client: Client, task: ClaimedTask, lags: asyncio.Queue[float]) -
 
 
 async def _lags(at: Arena, tasks: Tasks, samples: int) -> list[float]:
-    """Milliseconds from writing a frame until the tail of its stream has it."""
+    """Milliseconds from writing a frame until the tail of its stream receives it."""
     lags, measured = asyncio.Queue[float](), list[float]()
     at.progress.begin(f"stream: {len(tasks)} tails", samples)
     async with _tails(at, tasks, lags):

@@ -1,4 +1,4 @@
-"""Whether a waitpoint can be signalled with a token that is not its own."""
+"""Whether a waitpoint accepts a signal with a forged token."""
 
 import asyncio
 import random
@@ -50,7 +50,7 @@ FORGERS: Sequence[Callable[[random.Random, SignalTarget, SignalTarget], SignalTa
 def forgeries(
     rng: random.Random, targets: Sequence[SignalTarget], n: int
 ) -> Iterator[SignalTarget]:
-    """`n` tokens that belong to none of the targets."""
+    """`n` tokens that are valid for none of the targets."""
     for number in range(n):
         yield FORGERS[number % len(FORGERS)](rng, *rng.sample(targets, 2))
 
@@ -64,7 +64,7 @@ async def run(at: Arena) -> Figures:
     at.progress.begin("tokens: forged", at.options.n)
     sending = (_send(at, forged) for _ in range(_SENDERS))
     seconds, counts = await timed(asyncio.gather(*sending))
-    # The real tokens still work, so the forged ones were refused for being forged.
+    # The real tokens still work, so the others were refused because they were forged.
     for target in targets:
         outcome = await at.backend.signals.deliver_signal(*target, "go")
         if not (isinstance(outcome, Accepted) and outcome.resumed):

@@ -150,14 +150,14 @@ async def rotate_secret(
     location = ServerLocation(target.url)
     grace_ms = _grace_ms() if grace is None else round(grace * 1000)
     secret, new_file = _new_secret(secret_file, embedded=location.embedded)
-    # The same secret always gets the same name, so that a repeat changes only what is left.
+    # The same secret always gets the same name, so that a repeat only rotates what is left.
     kid = kid or f"k-{hashlib.sha256(secret.lower().encode()).hexdigest()[:8]}"
     secret = check_rotation(kid, secret, grace_ms)
     lifetime = duration(grace_ms)
     options.confirm(f"Tokens of the previous key stop working after {lifetime}. Rotate?", yes=yes)
     async with open_backend(target) as backend:
         if new_file is not None:
-            # Before the rotation: a secret that is lost cannot repair a partition that lost it.
+            # Save it before the rotation: a lost secret could not complete an interrupted one.
             _write_secret(new_file, secret)
         count = backend.counts.flow
         with Console(stderr=True).status(f"Rotating the secret of {plural(count, 'partition')} …"):

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 _LISTED = 3
 _ROUTINE = ("flowfabric.engine", "flowfabric.scanners", "flowfabric.server.process")
-"""Loggers whose routine lines the banner replaces, unless --log-level asks for them."""
+"""Loggers whose routine lines repeat the banner; silenced unless --log-level is given."""
 _PORT = value("PORT", f"The port of the API. Default: {DEFAULT_PORT}.", min=0, max=65535)
 _WATCH = value(
     "FOLDER",
@@ -87,7 +87,7 @@ def dev(
     target = Target.of(context, url, None, as_json=as_json)
     address = listen or (None if port is None else f"127.0.0.1:{port}")
     if address is None and not os.environ.get("FF_LISTEN_ADDR"):
-        # Also with a token, which would open it to the network.
+        # Even with a token, which would otherwise open it to the network.
         address = f"127.0.0.1:{DEFAULT_PORT}"
     load_settings(None, (), {} if address is None else {"FF_LISTEN_ADDR": address})
     config = check_settings()
@@ -142,7 +142,7 @@ class _Development:
         self._introduced = False
 
     async def run(self, start: Coroutine[Any, Any, ServerProcess]) -> int:
-        """Serve until a signal; the exit status."""
+        """Serve until a signal arrives; returns the exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         self._server = server = await start_unless(self._stopping, start)
@@ -190,8 +190,8 @@ class _Development:
         return 0
 
     def _supervisor(self) -> Supervisor:
-        # Python takes compiled code for current if a file is saved twice within a second and keeps
-        # its size.
+        # Do not use compiled files: Python considers them current if a file is saved twice within
+        # a second and keeps its size.
         variables = {"PYTHONDONTWRITEBYTECODE": "1"}
         return Supervisor(
             self._command, self._count, first_ready=self._introduce, variables=variables
@@ -204,7 +204,7 @@ class _Development:
         log.info(text, extra={"action": "dev_reload", "files": names})
 
     def _introduce(self, facts: Facts | None) -> None:
-        """Print the banner once; later only what a new worker serves."""
+        """Print the banner once; after a reload, print only what the new worker serves."""
         if facts is not None and facts["deployment"] != self._where:
             extra = {"action": "dev_other_deployment"}
             text = "the application uses %s, but the API uses %s: set --url or FF_URL for both"

@@ -165,7 +165,7 @@ async def _change_each(
     ids: Sequence[str],
     run: Callable[[Backend, ExecutionId], Awaitable[PublicState]],
 ) -> None:
-    """Change the executions that people named, one by one; a refusal does not stop the others."""
+    """Change the named executions one by one; a refusal does not stop the others."""
     code = 0
     async with session.open_backend(target) as backend:
         for text in dict.fromkeys(ids):
@@ -182,7 +182,7 @@ async def _change_each(
 async def _with_state(
     backend: Backend, execution_id: ExecutionId, error: EngineError
 ) -> FlowFabricError:
-    """Name the execution's state when that is why the call was refused."""
+    """Add the execution's state to the error if that is why the call was refused."""
     hint = _HINTS.get(error.code)
     if hint is None:
         return error
@@ -230,7 +230,7 @@ async def replay(
     change = Change(
         *("replay", "replayed"),
         finished=True,
-        # The count makes sure that it is still the end that was seen.
+        # The expected count ensures that no other replay happened since the execution was read.
         apply=lambda backend, info: replay_one(backend, info.execution_id, info.replay_count),
     )
     if dry_run or not ids or not where.is_empty:

@@ -30,7 +30,7 @@ _LANES_SHOWN = 3
 _STRICT_MS = 10**12
 """The default weight of priorities, with which no waiting time makes up for a priority."""
 _OPTIONAL_COLUMNS = ("UP", "NAMESPACE", "CAPABILITIES", "SEEN", "TASKS")
-"""Dropped in this order when the terminal is too narrow."""
+"""Columns to drop, in this order, if the terminal is too narrow."""
 
 
 async def workers(target: Target, *, lane: options.Lane = None) -> None:

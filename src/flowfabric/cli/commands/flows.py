@@ -164,14 +164,14 @@ async def _cancel(
     """
     wait = wait or timeout is not None
     async with session.open_flow(target, id_) as (backend, flow_id):
-        # This process ends at once: scanners need not wait for it.
+        # This process does not cancel members itself, so let scanners begin at once.
         grace_ms = _GRACE_MS if wait else 0
         outcome = await backend.flows.cancel_flow(
             flow_id, reason, cancellation_policy=policy, grace_ms=grace_ms
         )
         if wait:
             await _drain(backend, flow_id, timeout or _WAIT_S)
-            # The repeat also names the members that could not be cancelled.
+            # Repeat the call: its answer names the members that could not be cancelled.
             outcome = await backend.flows.cancel_flow(
                 flow_id, reason, cancellation_policy=policy, wait_timeout_ms=1000
             )

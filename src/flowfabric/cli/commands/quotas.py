@@ -43,7 +43,7 @@ async def quotas(target: Deployment) -> None:
         print_json(*found)
     elif found:
         ordered = sorted(found, key=lambda each: (each.name, each.quota_policy_id))
-        # Every namespace has names of its own.
+        # Names are unique only within a namespace.
         repeated = len({each.label for each in found}) < len(found)
         rows = [_row(each, with_id=repeated) for each in ordered]
         Screen().table(rows, ("NEXT START",))

@@ -115,7 +115,7 @@ def _print_check(warnings: list[str], *, as_json: bool) -> None:
 async def start_unless(
     asked: asyncio.Event, start: Coroutine[Any, Any, ServerProcess]
 ) -> ServerProcess | None:
-    """A running server; None if a signal asks to stop before it is ready."""
+    """A running server; None if a signal stops it before it is ready."""
     starting, stopping = asyncio.create_task(start), asyncio.create_task(asked.wait())
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()

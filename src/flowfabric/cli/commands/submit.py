@@ -139,7 +139,7 @@ def _value(text: str) -> Any:
 
 
 def _check_types(arguments: Arguments, args: list[Any], kwargs: dict[str, Any]) -> None:
-    """Refuse here what the worker would refuse."""
+    """Reject arguments that the worker would reject."""
     bound, named = arguments.bind(tuple(args), kwargs)
     try:
         arguments.convert(list(bound), named)

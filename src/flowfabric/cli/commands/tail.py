@@ -25,7 +25,7 @@ from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.overview import read_wait
 
 _IDLE_MS = 1000
-"""After this time without a frame, the state of the execution is read."""
+"""After this time without a frame, read the state of the execution."""
 _PAGE = 500
 _RETRY_S = 0.5
 _SUMMARY_FIELDS = ("version", "patch_kind", "first_applied_ms", "last_updated_ms")
@@ -104,7 +104,7 @@ class _Follower:
     announced: bool = True
     """Whether the current attempt was announced."""
     announced_wait: int | None = None
-    """When the wait that was announced last began; None after it ended."""
+    """When the last announced wait began; None after it ended."""
 
     async def run(self, attempt: int | None, from_: str) -> None:
         """Print from this attempt and cursor until the execution finishes."""
@@ -179,7 +179,7 @@ class _Follower:
         self.cursor = page.next_cursor
 
     async def _closed(self, page: StreamFrames) -> bool:
-        """The attempt ended: continue with the next one, unless there will be none."""
+        """Continue with the next attempt, unless there will be none."""
         await self._announce_attempt()
         info = await self._info()
         why = await self._attempt_fields("failure_reason")
@@ -196,7 +196,7 @@ class _Follower:
         return False
 
     async def _check_execution(self) -> bool:
-        """No frame is left, or none came for a while: report the state of the execution."""
+        """Report the state of the execution after the last frame, or after a pause without any."""
         info = await self._info()
         if info.total_attempt_count > self.printer.index:
             await self._announce_attempt()

@@ -26,7 +26,7 @@ from flowfabric.scanners.board import read_board
 _LIVE_S = 2.0
 _ONCE_S = 1.0
 _PATIENCE_S = 3.0
-"""How long a frame on a terminal may take before an outage is shown."""
+"""How long one refresh may take on a terminal before an outage is shown."""
 _INTERVAL = options.duration(
     "How often to refresh. Default: 2s. Without a terminal, print one snapshot per interval.",
     "100ms",
@@ -88,7 +88,7 @@ async def _frames(
     skip_first: bool = False,
     patient: bool = False,
 ) -> AsyncGenerator[TopFrame | str]:
-    """Look until told to leave; the first look has no rates. `patient`: also after an error."""
+    """Yield frames until `leave` is set; the first has no rates. `patient`: go on after errors."""
     async with LiveReader(backend) as reader:
         while not leave.is_set():
             try:
@@ -106,7 +106,7 @@ async def _frames(
 
 
 async def _unless(leave: asyncio.Event, look: Coroutine[Any, Any, TopFrame]) -> TopFrame | None:
-    """What was seen; None if it was time to leave first."""
+    """The result of `look`; None if the user quits first."""
     looking, leaving = asyncio.create_task(look), asyncio.create_task(leave.wait())
     try:
         await asyncio.wait((looking, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -127,7 +127,7 @@ async def _look(backend: Backend, reader: LiveReader) -> TopFrame:
 
 @contextlib.contextmanager
 def _keys(leave: asyncio.Event) -> Generator[None]:
-    """Leave on q, if there is a keyboard."""
+    """Quit on q, if there is a keyboard."""
     if not sys.stdin.isatty():
         yield
         return

@@ -246,7 +246,7 @@ def _choose(code: str, problem: str, found: Sequence[OpenWaitpoint]) -> CliError
 
 
 async def _nothing_waiting(backend: Backend, execution_id: ExecutionId) -> CliError:
-    """No waitpoint is open; if one was, the error says how its wait ended."""
+    """The error if no waitpoint is open; if one was, it says how the wait ended."""
     state = (await backend.reads.read_execution_state(execution_id)).value
     last = await backend.waitpoints.read_last_wait(execution_id)
     code, problem = "nothing_waiting", f"{execution_id} is {state} and waits for no answer"
@@ -258,7 +258,7 @@ async def _nothing_waiting(backend: Backend, execution_id: ExecutionId) -> CliEr
 
 
 def _check_accepted(waitpoint: OpenWaitpoint, name: str, *, explicit: bool) -> None:
-    """Refuse a default name that the wait does not accept; one given with --name is sent."""
+    """Reject a default name that the wait does not accept; one from --name is sent anyway."""
     key, names = waitpoint.waitpoint_key, waitpoint.required_signal_names
     if names == (TIMEOUT_ONLY,):
         problem = f"{key} only waits for its timeout and accepts no signal"

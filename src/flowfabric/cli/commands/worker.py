@@ -131,7 +131,7 @@ def worker(
 
     With --processes, a process that dies is restarted, and every log line names its process.
     """
-    # What handlers print must appear at once, also in a pipe.
+    # What handlers print must appear immediately, even in a pipe.
     reconfigure: Any = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(line_buffering=True)
@@ -166,7 +166,7 @@ def worker(
 
 
 def _keep_metrics(port: int, host: str) -> Callable[[Backend], Any]:
-    """Enable metrics before anything connects; returns what serves them."""
+    """Enable metrics before anything connects; returns the function that serves them."""
     from flowfabric import observability  # noqa: PLC0415 - only where metrics are wanted
 
     observability.enable()
@@ -174,7 +174,7 @@ def _keep_metrics(port: int, host: str) -> Callable[[Backend], Any]:
 
 
 def _supervise(count: int, *, as_json: bool) -> int:
-    """Run worker processes until a signal stops them; their worst exit status."""
+    """Run worker processes until a signal stops them; returns their worst exit status."""
     started = time.monotonic()
 
     def first_ready(facts: Facts) -> None:
@@ -306,7 +306,7 @@ def _print_ready(text: str) -> None:
 
 
 def listed(value: str | int | list[str]) -> str:
-    """A fact for people; a long list is cut."""
+    """A list as text, shortened if it is long."""
     if not isinstance(value, list):
         return str(value)
     more = len(value) - _MAX_LISTED
@@ -314,7 +314,7 @@ def listed(value: str | int | list[str]) -> str:
 
 
 def _warn_of_unserved_lanes(app: Fabric, worker: AppWorker) -> None:
-    """A mistyped lane would otherwise look like a lane without work."""
+    """Warn about lanes of the tasks that are not served; a mistyped lane looks like an idle one."""
     for lane in sorted({task.lane for task in app.tasks.values()} - set(worker.config.lanes)):
         log.warning(
             "lane %s has tasks in this app, but this worker does not serve it",

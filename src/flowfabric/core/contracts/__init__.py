@@ -11,13 +11,13 @@ E = TypeVar("E")
 
 @cache
 def kind_of(outcome: Any) -> Any:
-    """The kind that every outcome of this type has."""
+    """The kind of all outcomes of this type."""
     (base,) = outcome.__orig_bases__
     return get_args(get_args(base)[0])[0]
 
 
 class NamedOutcome(msgspec.Struct, Generic[K], frozen=True):
-    """The result of an operation. An `NamedOutcome[Literal["created"]]` has the kind "created"."""
+    """The result of an operation. A `NamedOutcome[Literal["created"]]` has the kind "created"."""
 
     @property
     def kind(self) -> K:

@@ -49,7 +49,7 @@ class NewBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BudgetChange(msgspec.Struct, frozen=True, kw_only=True):
-    """What to change of a budget; None leaves a part as it is. Limits are merged, 0 removes one."""
+    """Changes of a budget; None leaves a setting unchanged. Limits are merged; 0 removes one."""
 
     hard_limits: Mapping[str, int] | None = None
     soft_limits: Mapping[str, int] | None = None
@@ -58,7 +58,7 @@ class BudgetChange(msgspec.Struct, frozen=True, kw_only=True):
     on_hard_limit: str | None = None
     on_soft_limit: str | None = None
     dedup_ttl_ms: int | None = None
-    """How long keys of later calls are remembered; those before keep their time."""
+    """How long the keys of later calls are remembered; earlier keys keep their time."""
 
 
 class BudgetCreated(NamedOutcome[Literal["created"]], frozen=True):
@@ -68,22 +68,22 @@ class BudgetCreated(NamedOutcome[Literal["created"]], frozen=True):
 
 
 class BudgetExists(NamedOutcome[Literal["already_satisfied"]], frozen=True):
-    """The budget already existed and stays as it was."""
+    """The budget already existed and was not changed."""
 
     budget_id: str
     differs: bool = False
-    """Whether it is defined otherwise than this call asked for."""
+    """Whether its definition differs from this call."""
 
 
 CreateBudgetOutcome = BudgetCreated | BudgetExists
 
 
 class BudgetUpdated(NamedOutcome[Literal["updated"]], frozen=True):
-    """The changes are stored; usage is as it was."""
+    """The changes are stored; usage did not change."""
 
 
 class BudgetDeleted(NamedOutcome[Literal["deleted"]], frozen=True):
-    """The budget is gone; executions that name it are no longer limited by it."""
+    """The budget is deleted; executions that name it are no longer limited by it."""
 
 
 class BudgetReset(NamedOutcome[Literal["reset"]], frozen=True):
@@ -139,7 +139,7 @@ ReleaseOutcome = Literal["released", "noop"]
 
 
 class BudgetStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A budget with what it counts, as of one moment. Times are milliseconds as decimal text."""
+    """A budget with its usage at one moment. Times are milliseconds as decimal text."""
 
     budget_id: str
     scope_type: str
@@ -175,7 +175,7 @@ class BudgetStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BudgetUsage(msgspec.Struct, frozen=True):
-    """What admission compares. Both are empty if the budget limits nothing."""
+    """What admission compares. Both are empty for a budget without limits."""
 
     limits: Mapping[str, int]
     """By `hard:<dimension>` and `soft:<dimension>`."""
@@ -193,7 +193,7 @@ class Exhausted(msgspec.Struct, frozen=True):
     name: str = ""
     """The name from which its id was derived, if it has one."""
     next_reset_at: int | None = None
-    """When its usage is set to 0, if it is."""
+    """When its usage is reset, if it recurs."""
 
     @property
     def label(self) -> str:
@@ -202,7 +202,7 @@ class Exhausted(msgspec.Struct, frozen=True):
 
 
 class BudgetHolder(msgspec.Struct, frozen=True):
-    """An execution that holds a part of a budget under one of its leases."""
+    """An execution that holds part of a budget under one of its leases."""
 
     execution_id: ExecutionId
     lease_epoch: int
@@ -216,6 +216,6 @@ class BudgetAudit(msgspec.Struct, frozen=True):
     verdict: str
     """`marked`, `cleared`, `unchanged`, `skipped`, `gone`, `going`, or `error:<why>`."""
     returned: int = 0
-    """How many overdue holds it gave back."""
+    """How many overdue holds it released."""
     has_holders: bool = False
     has_ledgers: bool = False

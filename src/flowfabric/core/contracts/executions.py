@@ -25,9 +25,9 @@ class NewExecution(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     creator_identity: str = ""
     idempotency_key: str = ""
     idempotency_digest: bytes = b""
-    """What the key was used for, at most 32 bytes: a repeat with another one is a conflict."""
+    """Identifies the call, at most 32 bytes: a repeat with another digest is a conflict."""
     shards: int = 0
-    """Over how many partitions of its lane the id was chosen, for the key; 0: by the caller."""
+    """Among how many partitions the id was placed, for its key; 0 if the caller chose the id."""
     tags: Mapping[str, str] = {}
     policy: ExecutionPolicy | None = None
     delay_until: int | None = None
@@ -63,7 +63,7 @@ class Completed(NamedOutcome[Literal["completed"]], frozen=True):
     execution_id: ExecutionId
     public_state: PublicState = PublicState.COMPLETED
     cascade: CascadeCounts | None = None
-    """What this changed for executions that depend on it; None if none does, and in batches."""
+    """What this changed for dependent executions; None without any, and in batches."""
 
 
 class RetryScheduled(NamedOutcome[Literal["retry_scheduled"]], frozen=True):
@@ -134,7 +134,7 @@ class Replayed(NamedOutcome[Literal["replayed"]], frozen=True):
 
 
 class _Read(msgspec.Struct, frozen=True, kw_only=True):
-    """What every read of an execution returns."""
+    """The fields that every read of an execution returns."""
 
     execution_id: ExecutionId
     namespace: str
@@ -247,7 +247,7 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExecutionContext(msgspec.Struct, frozen=True):
-    """What a handler gets."""
+    """What a handler receives."""
 
     input_payload: bytes
     execution_kind: str
@@ -286,7 +286,7 @@ class WhyWaiting(msgspec.Struct, frozen=True, kw_only=True):
     since: int
     lane_state: str
     lane_reason: str = ""
-    """Why an operator put the lane into that state, if they said it."""
+    """Why an operator set the lane's state, if they gave a reason."""
     retry_at: int | None = None
     """When its delay ends, its limit is checked again, or its lane gives it to another worker."""
     missing_capabilities: tuple[str, ...] = ()
@@ -300,7 +300,7 @@ class WhyWaiting(msgspec.Struct, frozen=True, kw_only=True):
     able_workers: tuple[str, ...] = ()
     """The instance ids of live workers that could run it."""
     draining_workers: tuple[str, ...] = ()
-    """The instance ids of draining workers of its lane and namespace: they start nothing."""
+    """The instance ids of draining workers of its lane and namespace; they start nothing more."""
     unknown_task: str | None = None
     """Its task, if no live worker of its lane knows it."""
     offered_to: str | None = None

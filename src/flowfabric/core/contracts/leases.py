@@ -18,7 +18,7 @@ HandleKind = Literal["fresh", "resumed", "suspended", "reclaimed"]
 _BACKENDS = {0x01: "valkey", 0x02: "postgres", 0x03: "sqlite"}
 # Version 2, its format, the tag of this backend. The older form is the format alone.
 _HEAD = bytes((0x02, 0x01, 0x01))
-# Few enough that a million leases stay below 2**53, which every language can represent.
+# Small enough that a million leases stay below 2**53, which every language can represent.
 _FRAMES_OF_ONE_LEASE = 2**32
 
 

@@ -23,7 +23,7 @@ class QuotaLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_requests_per_window: int = 0
     max_concurrent: int = 0
     jitter_ms: int = 0
-    """At most how much is added to the time after which a refused execution tries again."""
+    """The most to add, at random, to the time after which a refused execution tries again."""
 
     @property
     def window_ms(self) -> int:
@@ -122,7 +122,7 @@ class Admitted(NamedOutcome[Literal["admitted"]], frozen=True):
     """The execution may start: this call recorded it."""
 
     request_id: str = ""
-    """Names the recorded admission to a rollback."""
+    """Identifies the recorded admission, for a rollback."""
 
 
 class AlreadyAdmitted(NamedOutcome[Literal["already_admitted"]], frozen=True):

@@ -209,7 +209,7 @@ START = StreamCursor("0-0")
 
 
 def behind(entry: str) -> str:
-    """The lower bound of everything after an entry; nothing follows the last possible id."""
+    """The lower bound of everything after an entry. Nothing follows the last possible id."""
     return entry if entry == _LAST_POSSIBLE else f"({entry}"
 
 

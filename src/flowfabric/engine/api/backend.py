@@ -38,7 +38,7 @@ _MAY_LACK = {
     "cancel_flow_header ack_cancel_member drain_flow_cancel drain_sibling_cancel_group "
     "reconcile_sibling_cancel_group project_flow_summary",
 }
-"""By noun: the operations of spec 12 §2 that a backend may lack."""
+"""The operations of spec 12 §2 that a backend may lack, by noun."""
 # Spec 12 §3 fixes the order. `flag=operation` where the two have different names.
 _FLAGS = """
 executions cancel_execution change_priority replay_execution
@@ -107,12 +107,12 @@ class Backend(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Close every connection; calls under way fail."""
+        """Close every connection; pending calls fail."""
         ...
 
 
 def refuse_missing(backend: Backend) -> None:
-    """Give a backend the operations that it lacks, as refusals."""
+    """Fill in the operations that a backend lacks with refusals."""
     for noun, names in _MAY_LACK.items():
         concern: Any = getattr(backend, noun, None) or Absent()
         for name in names.split():
@@ -122,7 +122,7 @@ def refuse_missing(backend: Backend) -> None:
 
 
 def supported(backend: Backend) -> dict[str, bool]:
-    """Every flag, read off the backend's operations."""
+    """Every capability flag, derived from the backend's operations."""
     flags: dict[str, bool] = {}
     for line in _FLAGS.split("\n"):
         noun, *entries = line.split() or [""]

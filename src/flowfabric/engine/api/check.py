@@ -51,7 +51,7 @@ def flag(value: Any, field: str) -> bool:
 
 
 def listed(value: Any, field: str) -> list[Any]:
-    """Any collection but a text as a list."""
+    """Any collection except text, as a list."""
     if isinstance(value, list):
         return cast("list[Any]", value)
     if isinstance(value, _NO_LISTS) or not isinstance(value, Iterable):
@@ -80,7 +80,7 @@ def text(value: Any, field: str) -> str:
 
 
 def label(value: Any, field: str) -> str:
-    """The name of an encoding: HTTP sends it in a header."""
+    """The name of an encoding, which must fit in an HTTP header."""
     if not isinstance(value, str):
         raise _wrong_type(field, "text", value)
     if _is_label(value) is None:
@@ -110,7 +110,7 @@ def one_of(value: Any, field: str, allowed: Collection[str]) -> str:
 
 
 def reason(value: Any, field: str, limit: int = REASON_LIMIT) -> str:
-    """Text for people: cut to its limit rather than refused."""
+    """Text for people, truncated to its limit."""
     if not isinstance(value, str):
         raise _wrong_type(field, "text", value)
     return truncate_utf8(value, limit)
@@ -129,7 +129,7 @@ def binary(value: Any, field: str) -> bytes:
 
 
 def json_problem(data: bytes) -> str:
-    """Why readers could not decode these bytes as JSON of at most 100 levels; empty if they can."""
+    """Why these bytes are not readable as JSON of at most 100 levels; empty if they are."""
     try:
         return "nests too deeply" if _is_deep(data, _decode_json(data)) else ""
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -151,7 +151,7 @@ def _nested(value: list[Any] | dict[str, Any]) -> list[Any]:
 
 
 def question(prompt: Any, details: Any) -> dict[str, str]:
-    """What a wait asks people, as it is stored: text and JSON, each only if it is given."""
+    """The question of a wait in stored form: text and JSON, each only if given."""
     asked: dict[str, str] = {}
     if prompt is not None and prompt != "":
         asked["prompt"] = validate_text(prompt, "prompt", limit=_MAX_PROMPT_BYTES)
@@ -170,7 +170,7 @@ def question(prompt: Any, details: Any) -> dict[str, str]:
 
 
 def source(value: Any) -> str:
-    """Who acts on a lease. An override gets an id, so that a repeat is recognised."""
+    """The source of an action on a lease. An override gets an id that identifies repeats."""
     given = text(value, "source")
     if given == _OVERRIDE:
         return f"{_OVERRIDE} {new_uuid()}"
@@ -199,7 +199,7 @@ def clamped(value: int) -> int:
 
 
 def revision(value: Any, field: str) -> int:
-    """A whole number of 64 bits to compare with; none that large is ever reached."""
+    """A 64-bit revision to compare with; stored ones never get that large."""
     return clamped(whole(value, field, 0, _U64_MAX))
 
 
@@ -248,7 +248,7 @@ def handle(value: Any, field: str = "handle") -> Handle:
 
 
 def fence(fence: Any) -> str:
-    """A fence as the functions compare it. Its parts must not contain the separator `/`."""
+    """A fence in the form that functions compare. Its parts must not contain the separator `/`."""
     if not isinstance(fence, Fence):
         raise _wrong_type("fence", "a Handle or a Fence", fence)
     for field in ("lease_id", "attempt_id"):

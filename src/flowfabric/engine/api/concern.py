@@ -1,4 +1,4 @@
-"""What every concern of the engine has in common, and what it answers where a backend lacks it."""
+"""The base of every concern of the engine, and refusals for what a backend lacks."""
 
 import inspect
 from collections.abc import Awaitable, Callable
@@ -26,12 +26,12 @@ class Absent:
 
 
 def provide(concern: object, operation: Callable[..., Awaitable[object]]) -> None:
-    """Add an operation that a part above the backend provides: its flag turns true."""
+    """Add an operation that a layer above the backend provides, which turns its flag on."""
     setattr(concern, operation.__name__, operation)
 
 
 async def _described(_self: Any) -> None:
-    """How a method without a body looks."""
+    """A method without a body, to compare with."""
 
 
 async def _declared(_self: Any) -> None: ...

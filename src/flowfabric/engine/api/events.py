@@ -17,14 +17,14 @@ Family = Literal["completion", "lease", "signal", "flow", "operator", "worker"]
 _GAINS = frozenset({"acquired", "renewed", "reclaimed"})
 _LOSSES = frozenset({"released", "expired", "revoked"})
 LEASE_NAMES = {"replayed": "replay_initiated", "completion": "released"}
-"""What lease history calls an entry of another type."""
+"""The lease-history names of entries of other types."""
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One entry of a feed; `fields` holds what its type adds. Not all are about an execution."""
+    """One entry of a feed; `fields` are specific to its type. Not all concern an execution."""
 
     event_id: str
-    """The feed and the entry: the same if the event is delivered again."""
+    """The feed and the entry; stays the same if the event is delivered again."""
     type: str
     at: int
     execution_id: str | None = None
@@ -37,11 +37,11 @@ class Event(msgspec.Struct, frozen=True):
 
     @property
     def tags(self) -> Mapping[str, str] | None:
-        """The tags of the execution, if the entry carries them: a completion does."""
+        """The tags of the execution, if the entry carries them, as completions do."""
         return self.fields.get("tags")
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field that the type adds, or the default."""
+        """A field that is specific to the type, or the default."""
         return self.fields.get(name, default)
 
 
@@ -72,7 +72,7 @@ class CompletionEvent(_AttemptEvent, frozen=True, kw_only=True):
     outcome: str = ""
     """`success`, `failed`, `cancelled`, `expired` or `skipped`."""
     source: str | None = None
-    """What asked for a cancellation."""
+    """The source of a cancellation."""
     failure_category: str | None = None
     result_ref: bool = False
     """Whether a result is stored."""
@@ -160,7 +160,7 @@ def typed(event: Event, form: type[F], cursor: bytes) -> F:
 
 
 class EventFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Selects events. Every part that is set must match; a value an event lacks never does.
+    """Selects events. Every part that is set must match; an event without the value never does.
 
     >>> EventFilter(lane="video", types={"expired", "reclaimed"}).lane
     'video'
@@ -175,7 +175,7 @@ class EventFilter(msgspec.Struct, frozen=True, kw_only=True):
     types: Collection[str] | None = None
     """Types of entries, or of lease events."""
     tags: Mapping[str, str] = {}
-    """Compared with the tags of the execution; one that was deleted has none."""
+    """Compared with the tags of the execution; a deleted one has none."""
 
     def validate(self) -> None:
         """Raise `invalid_input` for a part of the wrong type."""
@@ -215,18 +215,18 @@ class SubscribeOptions(TypedDict, total=False):
 
     where: EventFilter | None
     partitions: Sequence[int] | None
-    """These partitions only; their cursor fits no other selection."""
+    """Only these partitions; the cursor is valid only for the same selection."""
     group: str | None
     """Share the partitions with the other members of this group; `ack` what was processed."""
     member: str | None
-    """The name of this member: one that restarts under its name keeps its partitions."""
+    """The name of this member, which keeps its partitions if it restarts under this name."""
 
 
 _OPTIONS = frozenset(SubscribeOptions.__annotations__)
 
 
 def checked_options(options: SubscribeOptions) -> SubscribeOptions:
-    """The options, or the error of the first that is wrong."""
+    """The options; raises an error for the first invalid one."""
     if unknown := sorted(options.keys() - _OPTIONS):
         raise TypeError(f"a subscription has no option {unknown[0]!r}")
     if (where := options.get("where")) is not None:
@@ -268,7 +268,7 @@ class Subscription(Protocol[E_co]):
 
 
 class FeedRequest(msgspec.Struct, Generic[F], frozen=True):
-    """Every entry of these families in this form."""
+    """Which families to read, and the form of their entries."""
 
     families: Sequence[str]
     form: type[F]

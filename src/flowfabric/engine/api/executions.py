@@ -23,9 +23,9 @@ from flowfabric.engine.api.flows import check_member, tag_of
 Holder = Handle | Fence
 NO_FENCE = Fence()
 BATCH = 256
-"""The most items one engine call takes."""
+"""The most items that one engine call accepts."""
 PART = 128
-"""How many items of a batch go in one call. The server runs nothing else during a call."""
+"""How many items of a batch to send per call, because a call blocks the server."""
 BATCH_BYTES = 4_194_304
 """The most bytes of payloads and options it takes, unless a single item is larger."""
 DIGEST_BYTES = 32
@@ -42,7 +42,7 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class FailedAttempt(msgspec.Struct, frozen=True):
-    """One attempt to fail: its handle, why, and the category by which its policy decides."""
+    """One attempt to fail: its handle, the reason, and the category for its retry policy."""
 
     handle: Handle
     reason: str
@@ -50,7 +50,7 @@ class FailedAttempt(msgspec.Struct, frozen=True):
 
 
 End = Completion | FailedAttempt
-"""How an attempt ends that its worker has run."""
+"""How the worker ends an attempt."""
 EndOutcome = executions.FailOutcome | EngineError | None
 """The outcome; None means completed."""
 
@@ -73,7 +73,7 @@ def check_digest(digest: Any) -> None:
 
 
 def _names_the_same(item: NewExecution, other: NewExecution) -> bool:
-    """Whether the names of both are the same objects, as those of one task's submissions are."""
+    """Whether both have the same name objects, as submissions of one task do."""
     return (
         item.execution_kind is other.execution_kind
         and item.lane_id is other.lane_id
@@ -85,7 +85,7 @@ def _names_the_same(item: NewExecution, other: NewExecution) -> bool:
 def check_new(
     item: NewExecution, max_payload_bytes: int, checked: NewExecution | None = None
 ) -> None:
-    """Refuse an execution that cannot be created as described; `checked` passed before."""
+    """Raise an error for an execution that cannot be created; `checked` passed before."""
     if checked is None or not _names_the_same(item, checked):
         ids.validate_text(item.execution_kind, "execution_kind", required=True)
         ids.validate_lane(item.lane_id)
@@ -142,7 +142,7 @@ def check_joining(item: NewExecution, counts: PartitionCounts) -> None:
 
 
 def policy_json(policy: ExecutionPolicy) -> str:
-    """A policy as it is stored. Every submission of a task shares one object: encode it once."""
+    """A policy in stored form. Submissions of a task share the object, so it is encoded once."""
     known = _policies.get(id(policy))
     if known is not None and known[0] is policy:
         return known[1]
@@ -155,7 +155,7 @@ def policy_json(policy: ExecutionPolicy) -> str:
 
 
 def check_retry_policy(given: Any) -> None:
-    """Refuse a retry policy that no execution could be created with."""
+    """Raise an error for a retry policy that cannot be stored."""
     try:
         value: Any = msgspec.json.decode(check.text(given, "retry_policy_json"))
     except (msgspec.DecodeError, UnicodeError):

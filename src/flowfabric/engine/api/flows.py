@@ -44,7 +44,7 @@ def check_member(flow_tag: str, execution_id: ExecutionId) -> None:
 
 
 def check_header(graph: FlowGraph) -> None:
-    """Refuse a graph whose flow cannot be created as described."""
+    """Raise an error for a graph whose flow cannot be created."""
     validate_text(graph.flow_kind, "flow_kind", limit=256, required=True)
     validate_namespace(graph.namespace)
     check.flag(graph.hold, "hold")
@@ -94,7 +94,7 @@ class FlowFilter(msgspec.Struct, frozen=True, kw_only=True):
     tags: Mapping[str, str] = {}
 
     def validate(self) -> None:
-        """Refuse a misspelt filter, which would look like an empty deployment."""
+        """Raise an error for a misspelled filter, which would look like an empty deployment."""
         if self.namespace is not None:
             validate_namespace(self.namespace)
         if self.status is not None:
@@ -358,7 +358,7 @@ class Flows(Concern, Protocol):
         cancellation_policy: str = "cancel_all",
         grace_ms: int = 30_000,
     ) -> flows.HeaderCancelled | flows.HeaderAlreadyTerminal:
-        """The first step of `cancel_flow`: cancel as many members as one call may."""
+        """The first step of `cancel_flow`: cancel members, within the limit of one call."""
         ...
 
     async def ack_cancel_member(self, flow_id: str, execution_id: ExecutionId) -> int:
@@ -368,7 +368,7 @@ class Flows(Concern, Protocol):
     async def drain_sibling_cancel_group(
         self, flow_id: str, downstream_execution_id: ExecutionId
     ) -> flows.SiblingDrain:
-        """Cancel upstreams that a decided join no longer needs, as many as one call may."""
+        """Cancel upstreams that a decided join no longer needs, within the limit of one call."""
         ...
 
     async def reconcile_sibling_cancel_group(
@@ -380,7 +380,7 @@ class Flows(Concern, Protocol):
     async def drain_cascade(
         self, partition: int, *, retry: bool = True, parked: bool = False
     ) -> flows.CascadeCounts:
-        """Continue with the backlog of earlier calls, as much as one call may.
+        """Continue with the backlog of earlier calls, within the limit of one call.
 
         With `retry`, includes updates that failed; with `parked`, those that failed too often.
         """

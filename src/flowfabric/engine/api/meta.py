@@ -72,12 +72,12 @@ def broken(name: str, detail: str, advice: str = "") -> Finding:
 
 
 class StoreUsage(msgspec.Struct, frozen=True):
-    """What the store spends, over all its nodes."""
+    """What the store uses, summed over its nodes."""
 
     cpu_s: float
     """Processor time of the threads that run commands."""
     commands: int
-    """How many ran so far, those inside functions included."""
+    """How many ran so far, including those inside functions."""
     data_bytes: int
     """Memory without that of connections and write buffers."""
     blocked: int
@@ -110,5 +110,5 @@ class Meta(Concern, Protocol):
     async def wait_ready(self, timeout_s: float) -> None:
         """Return as soon as the store is reachable; raises after the timeout."""
 
-    def hurry(self, *, leaving: bool = True) -> None:
-        """While the process is leaving, calls fail at once instead of waiting for the store."""
+    def fail_fast(self, *, enabled: bool = True) -> None:
+        """Make calls fail at once while the store is unreachable; for processes that stop."""

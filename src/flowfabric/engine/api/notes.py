@@ -14,11 +14,11 @@ class Notes(Concern, Protocol):
         ...
 
     async def claim_note(self, name: str, value: bytes, ttl_ms: int) -> bytes | None:
-        """Store a note unless there is one; returns the one that was there, or None."""
+        """Store a note unless one exists; returns the existing one, or None."""
         ...
 
     async def put_note(self, name: str, value: bytes, ttl_ms: int) -> None:
-        """Store a note, in place of any other of this name."""
+        """Store a note, replacing one of the same name."""
 
     async def get_note(self, name: str) -> bytes | None:
         """The note, if it has not expired."""

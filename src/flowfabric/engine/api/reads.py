@@ -73,7 +73,7 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
     tags: Mapping[str, str] = {}
 
     def validate(self) -> None:
-        """Refuse a misspelt filter, which would look like an empty deployment."""
+        """Raise an error for a misspelled filter, which would look like an empty deployment."""
         if self.state is not None:
             check.one_of(self.state, "state", list(PublicState))
         if self.lane is not None:
@@ -123,7 +123,7 @@ class Listings(Concern, Protocol):
     ) -> contracts.ExecutionPage:
         """Executions of one lane in one state, in the order of its index.
 
-        What requires something that no live worker offers is `blocked_route`, not `eligible`.
+        Executions that no live worker can take are `blocked_route`, not `eligible`.
         """
         ...
 
@@ -134,7 +134,7 @@ class Listings(Concern, Protocol):
     async def oldest_eligible(self, lanes: Sequence[str]) -> dict[str, int]:
         """For how many ms the longest-waiting eligible execution of each lane has been eligible.
 
-        0 for a lane without one. What no live worker can take does not count.
+        0 for a lane without one. Executions that no live worker can take do not count.
         """
         ...
 

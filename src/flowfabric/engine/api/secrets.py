@@ -22,7 +22,7 @@ _report: ContextVar[RotationReport | None] = ContextVar("flowfabric_rotation", d
 
 @contextmanager
 def rotations_reported(report: RotationReport) -> Generator[None]:
-    """Have `report` called for each partition when its rotation in this block has ended.
+    """Call `report` for each partition whose rotation ends inside this block.
 
     >>> with rotations_reported(print):
     ...     await backend.secrets.rotate_waitpoint_hmac_secret_all(...)  # doctest: +SKIP
@@ -35,7 +35,7 @@ def rotations_reported(report: RotationReport) -> Generator[None]:
 
 
 def report_rotation(entry: contracts.Rotation) -> None:
-    """For backends: the rotation of one partition has ended."""
+    """Called by backends when the rotation of one partition has ended."""
     if (report := _report.get()) is not None:
         report(entry)
 

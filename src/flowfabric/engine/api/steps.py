@@ -62,11 +62,11 @@ class Steps(Concern, Protocol):
         fire_in_ms: int | None = None,
         child_execution_id: ExecutionId | None = None,
     ) -> StepOutcome:
-        """Record a step under a key. The first record stays; `AlreadyRecorded` returns it.
+        """Record a step under a key. The first record wins; `AlreadyRecorded` returns it.
 
         A pending record is replaced once, by a `done` or `failed` one of the same kind. A repeat
-        after a lost reply finds its own record: `StepRecord.belongs_to` tells. The store knows
-        when the step finished; `took_ms` is how long before that it started.
+        after a lost reply finds its own record; check with `StepRecord.belongs_to`. The store
+        records when the step finished; `took_ms` is how long before that it started.
         """
         step = NewStep(
             step_key=ids.validate_text(step_key, "step_key", limit=_MAX_KEY_BYTES, required=True),
@@ -116,7 +116,7 @@ def _checked_child(child: Any) -> str | None:
 
 
 def _check_parts(step: NewStep) -> None:
-    """Refuse what does not belong to a step of this kind and status."""
+    """Raise an error for values that a step of this kind and status cannot have."""
     if step.result is not None and step.status != "done":
         raise invalid_input("result", f"cannot be set for a step that is {step.status}")
     times = [each for each in (step.fire_at, step.fire_in_ms) if each is not None]

@@ -39,7 +39,7 @@ _FINAL = frozenset({"stream_closed", "stale_owner_cannot_append"})
 Appending = Awaitable[contracts.AppendOutcome]
 Repeat = Callable[[Callable[[], Appending]], Appending]
 Awaited = asyncio.Future[contracts.AppendOutcome] | None
-"""Where the outcome of a frame goes, if anyone awaits it."""
+"""Receives the outcome of a frame, if a caller awaits it."""
 
 
 class AppendOptions(TypedDict, total=False):
@@ -53,8 +53,8 @@ class AppendOptions(TypedDict, total=False):
     patch_kind: str
     summary_max_bytes: int
     seq: int | None
-    """Number of the last frame. An append whose number is not higher than all before it is not
-    written again, so send the next one only after the reply."""
+    """Number of the last frame. An append whose number is not above all earlier ones counts as a
+    repeat and is not written, so send the next one only after the reply."""
 
 
 class Append(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +128,7 @@ def _check_names(frame: contracts.Frame) -> None:
     check.text(frame.kind, "kind")
     check.instance(frame.frame_type, str, "frame_type")
     name = frame.name
-    # Printable is the common case and quick to check.
+    # Check the common case first, which is quick.
     if len(name.encode(errors="replace")) > _FRAME_TYPE_BYTES or (
         not name.isprintable() and any(category(letter) in _REFUSED for letter in name)
     ):
@@ -202,7 +202,7 @@ class StreamFollower:
 
 
 class StreamViewers(Protocol):
-    """Tails with permits and connections of their own, which other calls do not share."""
+    """Tails with their own permits and connections."""
 
     async def tail_stream(
         self,
@@ -221,7 +221,7 @@ class Streams(Concern, Protocol):
     """Attempt output: appending, reading, following, summaries."""
 
     def viewers(self, ceiling: int) -> StreamViewers:
-        """At most `ceiling` tails, besides those of the process's own pool. Close it after use."""
+        """A separate pool for at most `ceiling` tails. Close it after use."""
         ...
 
     async def append_frame(
@@ -295,9 +295,9 @@ class _Item(msgspec.Struct):
 class FrameWriter:
     """Writes the stream of one lease in order, each frame once.
 
-    Frames are numbered, so a repeat after a lost reply writes nothing twice. One call is under
-    way at a time and frames that arrive meanwhile share the next one: bursts are batched and a
-    single frame does not wait. Call `flush` before anything that ends the lease.
+    Frames are numbered, so a repeat after a lost reply writes nothing twice. Only one call is in
+    flight at a time, and frames that arrive meanwhile share the next one: bursts are batched, and
+    a single frame does not wait. Call `flush` before ending the lease.
 
     >>> writer = FrameWriter(backend.streams, claim.handle)  # doctest: +SKIP
     >>> await writer.write(Frame(payload=b"token"))  # doctest: +SKIP
@@ -316,7 +316,7 @@ class FrameWriter:
         self._sender: asyncio.Task[None] | None = None
         self._room = asyncio.Event()
         self._failure: Exception | None = None
-        # Most frames have the options of the one before: those are not checked again.
+        # Most frames have the options of the previous one, which need no second check.
         self._given = AppendOptions()
         self._options = Append()
 
@@ -351,7 +351,7 @@ class FrameWriter:
     def _queue(self, frame: contracts.Frame, given: AppendOptions, outcome: Awaited) -> None:
         if given != self._given:
             self._options, self._given = Append(**given), given
-        # Checked before queueing: a bad frame must not fail its batch.
+        # Check before queueing, so that an invalid frame does not fail its batch.
         self._options.check((frame,))
         self._waiting.append(_Item(frame, self._options, size_of(frame), outcome))
         if self._sender is None:

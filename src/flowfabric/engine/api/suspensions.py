@@ -53,11 +53,11 @@ class Suspensions(Concern, Protocol):
         """Release the lease until the condition, the timeout or an operator ends the pause.
 
         Without `waitpoints`, every key that the condition names gets a new one. A repeat with the
-        same idempotency key (default: the suspension id) returns the first answer. The empty key
-        means none; then a lost reply cannot be repaired.
+        same idempotency key (default: the suspension id) returns the first answer. With an empty
+        key, the call cannot be repeated after a lost reply.
 
-        `prompt` (at most 1,024 bytes) and `details` (at most 8 KiB of JSON) tell people what is
-        asked. Without either, a waitpoint that was handed out with a question keeps it.
+        `prompt` (at most 1,024 bytes) and `details` (at most 8 KiB of JSON) describe the question
+        to people. Without them, a waitpoint that was handed out with a question keeps it.
         """
         if check.instance(handle, Handle, "handle").kind == "suspended":
             raise StateError("already_suspended", op="suspend")
@@ -104,7 +104,7 @@ class Suspensions(Concern, Protocol):
             conditions.check_tree(condition)
             _check_limits(bindings)
         except ValidationError:
-            # A time long past is refused first, and only the engine's clock can tell.
+            # Checked first by the engine's clock: a time long past is an error.
             if timeout_at is not None and timeout_at + _PAST_TOLERANCE_MS < await self._now_ms():
                 raise ValidationError("invalid_input", "timeout_at_in_past") from None
             raise
@@ -154,7 +154,7 @@ class Suspensions(Concern, Protocol):
 
 
 def _fresh(condition: Condition) -> list[Binding]:
-    """A new waitpoint for every key the condition names; one of its own when it names none."""
+    """A new waitpoint for every key that the condition names; one waitpoint if it names none."""
     keys = conditions.referenced_waitpoint_keys(condition)
     if keys:
         return [FreshWaitpoint(new_uuid(), key) for key in keys]

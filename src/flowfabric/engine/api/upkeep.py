@@ -14,7 +14,7 @@ Mode = Literal["check", "repair"]
 ALL_EXECUTIONS = "all_executions"
 """The index of every execution of a partition, by id."""
 SOUGHT_AT_ONCE = 2500
-"""How many indexes one command looks for. It keeps other calls waiting for less than 1 ms."""
+"""How many indexes one command checks; more would block other calls for over 1 ms."""
 
 
 class Index(NamedTuple):
@@ -29,13 +29,13 @@ class Index(NamedTuple):
 
 
 class DueScan(msgspec.Struct, frozen=True):
-    """What time-ordered indexes hold. An index that is in none of the parts is empty."""
+    """The contents of time-ordered indexes. An index in neither mapping is empty."""
 
     now_ms: int
     due: dict[Index, list[str]]
-    """Due members of each index; a malformed one is as `core.text.lossless` gives it."""
+    """Due members of each index; malformed ones as `core.text.lossless` returns them."""
     armed: dict[Index, int]
-    """The earliest time in each index where nothing is due yet."""
+    """The earliest time in each index that has nothing due yet."""
     unreadable: dict[Index, EngineError]
 
 
@@ -56,10 +56,10 @@ class DependencyAudit(NamedTuple):
 
 
 class FlowBacklog(msgspec.Struct, frozen=True):
-    """The steps that calls left for the engine to do, for flows."""
+    """Flow updates that calls left for the engine to do in the background."""
 
     queued: dict[str, int]
-    """The number of entries of each queue that has some."""
+    """The number of entries of each queue that is not empty."""
     parked: dict[str, str]
     """The flow updates that failed too often, with the reason."""
 
@@ -72,7 +72,7 @@ class Drain(NamedTuple):
     ends_at_ms: int
     """When the leases that it still holds are revoked."""
     namespaces: tuple[str, ...]
-    """The namespaces of the work that it does not get: those that it serves."""
+    """The namespaces that it serves, whose work it no longer gets."""
 
 
 class SurveyRequest(msgspec.Struct, frozen=True):
@@ -90,7 +90,7 @@ class Survey(msgspec.Struct, frozen=True):
     fingerprint: str
     """Changes when an entry is added, removed or scored anew; not when a lease is renewed."""
     indexes: tuple[Index, ...]
-    """Those that exist, except the list of all executions."""
+    """The indexes that exist, except the list of all executions."""
 
 
 class Upkeep(Concern, Protocol):
@@ -114,11 +114,11 @@ class Upkeep(Concern, Protocol):
     ) -> list[str]: ...
 
     async def purge(self, tag: str) -> int:
-        """Delete more of what trimmed executions left; returns how many are not done yet."""
+        """Continue to delete the data of trimmed executions; returns how many are left."""
         ...
 
     async def rescore(self, tag: str) -> tuple[int, bool]:
-        """Give more of what waits the score of its lane's new weight: how many, whether more."""
+        """Rescore waiting executions after a change of their lane's weight: how many, any left."""
         ...
 
     async def trim_events(self, tag: str, older_than_ms: int) -> int: ...
@@ -196,10 +196,11 @@ class Leader(msgspec.Struct, frozen=True):
 
 
 class Leadership(Concern, Protocol):
-    """The advisory leases of the processes that run scanners, one per duty: they save commands.
+    """The advisory leases of the processes that run scanners, one per duty. They save commands.
 
     A duty is what a process would scan; the empty one is everything. An identity is
-    `<host>:<pid>:<anything unique>`. Taking a lease renews our own; both tell whether we have it.
+    `<host>:<pid>:<anything unique>`. Acquiring also renews our own lease; both return whether we
+    hold it.
     """
 
     async def acquire(self, duty: str, identity: str, ttl_ms: int) -> bool: ...
@@ -209,6 +210,6 @@ class Leadership(Concern, Protocol):
     async def leaders(self) -> list[Leader]: ...  # Those with every duty first.
 
     async def put_report(self, report: bytes, ttl_ms: int) -> None:
-        """Keep what the leader with every duty reports, for people."""
+        """Store the report of the leader with every duty, for people."""
 
     async def get_report(self) -> bytes | None: ...  # None after its time.

@@ -35,7 +35,7 @@ class LastWait(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SignalOptions(TypedDict, total=False):
-    """What else may go with a signal and its payload."""
+    """The options of a signal besides its payload."""
 
     signal_category: str
     source_type: str
@@ -52,14 +52,14 @@ class SignalOptions(TypedDict, total=False):
 
 
 class SentSignal(SignalOptions, total=False):
-    """The payload of a signal, and what else may go with it."""
+    """The payload and options of a signal."""
 
     payload: bytes | None
     payload_encoding: str | None
 
 
 class BridgedSignal(SentSignal, total=False):
-    """A signal that a bridge passes on, with the sender that it claims."""
+    """A signal forwarded by a bridge, with the sender that it claims."""
 
     source_identity: str
 
@@ -78,7 +78,7 @@ class Waitpoints(Concern, Protocol):
     ) -> suspension.PendingWaitpoint:
         """Create a waitpoint that buffers signals until a suspension uses it; keeps the lease.
 
-        `prompt` and `details` tell people what is asked, as those of `Suspensions.suspend`.
+        `prompt` and `details` describe the question, as in `Suspensions.suspend`.
         """
         ...
 
@@ -110,7 +110,7 @@ class Waitpoints(Concern, Protocol):
     async def read_signal(
         self, execution_id: ExecutionId, signal_id: str, waitpoint_key: str | None = None
     ) -> suspension.ResumeSignal | None:
-        """One accepted signal with its payload, or None when it is gone."""
+        """One accepted signal with its payload, or None if it was deleted."""
         ...
 
     async def read_waits(
@@ -118,7 +118,7 @@ class Waitpoints(Concern, Protocol):
     ) -> list[suspension.PastWait]:
         """The past waitpoints of the current run; a replay starts a new run.
 
-        What came to the `wanted` keys is read along, unless it is much. A damaged record under
+        Includes the signals of the `wanted` keys, unless there are too many. A damaged record under
         one of these keys raises `corruption`; under any other key it is left out and logged.
         """
         ...
@@ -126,7 +126,7 @@ class Waitpoints(Concern, Protocol):
     async def read_wait_signals(
         self, execution_id: ExecutionId, wait: suspension.PastWait
     ) -> list[suspension.ResumeSignal]:
-        """What a waitpoint received, oldest first."""
+        """The signals that a waitpoint received, oldest first."""
         ...
 
 
@@ -136,12 +136,12 @@ class CheckedSignal(msgspec.Struct, frozen=True):
     options: dict[str, Any]
     payload: bytes | None
     token: str | None = None
-    """None: the engine vouches for the sender."""
+    """The waitpoint's token; None if the engine vouches for the sender."""
     signal_id: str | None = None
 
 
 class Signals(Concern, Protocol):
-    """Delivering signals: with a waitpoint's token, or vouched for by the engine itself."""
+    """Delivering signals, with a waitpoint's token or as an operator."""
 
     async def deliver_signal(
         self,
@@ -165,7 +165,7 @@ class Signals(Concern, Protocol):
         max_signals_per_execution: int | None = None,
         signal_maxlen: int = 1000,
     ) -> suspension.SignalOutcome:
-        """Deliver an authenticated message to a waitpoint; resumes when it satisfies.
+        """Deliver a signal to a waitpoint; resumes the execution if its condition is met.
 
         The token proves the right to answer, not who answers: `source_type` and
         `source_identity` are what the sender claims. `source_type="operator"` is refused, because
@@ -255,7 +255,7 @@ class Signals(Concern, Protocol):
     async def read_waitpoint_token(
         self, execution_id: ExecutionId, waitpoint_id: str
     ) -> WaitpointToken | None:
-        """The token of an open waitpoint, minted anew if its key expired. Authorise this call."""
+        """The token of an open waitpoint, signed again if its key expired. Authorise this call."""
         ...
 
     async def verify_and_deliver(
@@ -268,14 +268,14 @@ class Signals(Concern, Protocol):
     ) -> suspension.SignalOutcome:
         """`deliver_signal` for bridges: distinguishes an unknown waitpoint from a wrong token.
 
-        No open waitpoint is `waitpoint_token_not_found`, another token `invalid_token`. A bridge
-        that outsiders reach must answer the same to both. The engine checks the token again.
+        Raises `waitpoint_token_not_found` without an open waitpoint, and `invalid_token` for
+        another token. A public bridge must answer both alike. The engine checks the token again.
         """
         ...
 
 
 def revealed(token: WaitpointToken | str, field: str) -> str:
-    """A token as it is sent; the engine judges its form."""
+    """The token's text; the engine checks its form."""
     return (
         token.reveal() if isinstance(token, WaitpointToken) else check.instance(token, str, field)
     )
@@ -287,7 +287,7 @@ def _limit(options: dict[str, Any], max_signals: int | None) -> None:
 
 
 def _check(name: str, payload: bytes | None, encoding: str | None) -> str:
-    """The label that is stored with the payload. Readers of `json` must be able to decode it."""
+    """The label to store with the payload. A `json` payload must be decodable."""
     ids.validate_text(name, "signal_name", limit=_MAX_NAME_BYTES, required=True)
     ids.validate_text(encoding or "", "payload_encoding", limit=_MAX_FIELD_BYTES)
     if payload is None:

@@ -1,1 +1,1 @@
-"""The event feed: one reader, its cursor, completions and subscriptions. Knows no storage."""
+"""The event feed: its reader, cursors, completions and subscriptions, independent of storage."""

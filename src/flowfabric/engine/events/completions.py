@@ -18,10 +18,10 @@ _WAIT_S = 5.0
 _PAUSES_S = (0.05, 1.0)
 _NUDGE_S = 0.001
 _RECHECK_S = 15.0
-"""A waiter that missed its event for any reason reads the state again after this time."""
+"""After this time, a waiter reads the state again in case it missed its event."""
 _ENDED = frozenset({"completed", "failed", "cancelled", "expired", "skipped"})
 Waiters = dict[Stop, list[asyncio.Future[None]]]
-"""Who waits, by what for."""
+"""The futures of waiters, by the stop they wait for."""
 
 
 class CompletionWatch:
@@ -40,7 +40,7 @@ class CompletionWatch:
         forget_on_fork(self)
 
     async def wait(self, execution_id: ExecutionId, *, suspended: bool = False) -> None:
-        """Return when the execution has ended or, if asked for, is suspended; sometimes earlier."""
+        """Wait until the execution has ended or, if requested, is suspended; may return early."""
         stops: list[Stop] = [(execution_id, "ended")]
         if suspended:
             stops.append((execution_id, "suspended"))
@@ -54,7 +54,7 @@ class CompletionWatch:
     async def wait_for(
         self, tag: str, subject: str, has_ended: Callable[[], Awaitable[bool]]
     ) -> None:
-        """Return when an execution or a flow has ended, sometimes earlier."""
+        """Wait until an execution or a flow has ended; may return early."""
         await self._wait(tag, [(subject, "ended")], has_ended)
 
     async def _wait(
@@ -81,19 +81,19 @@ class CompletionWatch:
         return sum(len(of) for each in self._watchers.values() for of in each.waiters.values())
 
     async def aclose(self) -> None:
-        """Stop reading; callers that still wait get an error."""
+        """Stop reading; pending waiters get an error."""
         watchers, self._watchers = self._watchers, {}
         for watcher in watchers.values():
             await watcher.aclose()
 
     def forget(self) -> None:
-        """In a forked child: the parent's readers stay the parent's."""
+        """In a forked child: leave the parent's readers alone."""
         leave_behind(self._watchers)
         self._watchers = {}
 
 
 class _Watcher:
-    """Reads some feeds while anyone waits for their executions."""
+    """Reads some feeds while there are waiters for their executions."""
 
     def __init__(self, source: FeedSource) -> None:
         self._source = source
@@ -132,11 +132,11 @@ class _Watcher:
             self._nudging = loop.create_task(self._nudge())
 
     async def _nudge(self) -> None:
-        """The read under way waits for other feeds: end it, so that the next has the new ones."""
+        """Interrupt the current read, so that the next one covers the new feeds."""
         try:
             while self._task and not self._reader.positions.keys() <= self._reader.reading:
                 await self._reader.link.interrupt()
-                # The read may not have reached the server yet: try until it has changed.
+                # The read may not have reached the server yet, so retry until it has ended.
                 await asyncio.sleep(_NUDGE_S)
         except TransportError as error:
             log.debug("the reader of the feeds was not interrupted: %s", error)

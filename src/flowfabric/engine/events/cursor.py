@@ -1,4 +1,4 @@
-"""Positions in event feeds, and the bytes a subscriber keeps of them (12 §11.3)."""
+"""Positions in event feeds, and their encoding as a subscriber's cursor (12 §11.3)."""
 
 import base64
 import hashlib
@@ -41,9 +41,9 @@ def before(position: Position) -> Position:
 
 
 class FeedCursor(msgspec.Struct, frozen=True):
-    """A position in each feed; a feed that is not listed stands at the base time.
+    """A position in each feed; feeds that are not listed are at the base time.
 
-    Feeds have names such as `fp:7`. With `only`, the cursor is about that feed alone.
+    Feeds have names such as `fp:7`. With `only`, the cursor covers just that feed.
     """
 
     base: int = 0
@@ -54,10 +54,11 @@ class FeedCursor(msgspec.Struct, frozen=True):
         return self.positions.get(feed, (self.base, 0))
 
     def encode(self) -> bytes:
-        """The bytes to keep."""
+        """The cursor as bytes."""
         if self.only is not None:
             return _SINGLE.pack(_ONE_FEED, *self.position(self.only))
-        # Registries of the same number share the earlier position: one may repeat, none is lost.
+        # Registries whose numbers collide share the earlier position: events may repeat, none is
+        # lost.
         found: dict[tuple[int, int], Position] = {}
         for feed, at in self.positions.items():
             numbers = _numbers(feed)
@@ -68,7 +69,7 @@ class FeedCursor(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, cursor: bytes | str, only: str | None = None) -> Self:
-        """The cursor of these bytes, or of their text; anything else is `invalid_cursor`."""
+        """Decode these bytes or their text; anything else is `invalid_cursor`."""
         try:
             raw = cursor if isinstance(cursor, bytes) else _from_text(cursor)
             if only is not None:
@@ -88,7 +89,7 @@ class FeedCursor(msgspec.Struct, frozen=True):
 
 
 def numbered(feed: str) -> str:
-    """A feed as cursors name it: that of a worker registry has a number of 16 bits."""
+    """The feed's name in cursors; the feed of a worker registry has a 16-bit number."""
     if not feed.startswith(_WORKERS):
         return feed
     digest = hashlib.sha256(feed.encode()).digest()

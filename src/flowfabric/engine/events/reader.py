@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 CLOCK_SLACK_MS = 5000
 """How far a server's clock may step back without a subscriber missing what follows."""
 _QUEUE = 1024
-"""How many entries one read returns, about: what is read and not processed yet."""
+"""About how many entries one read returns, which bounds what is read but not processed."""
 
 
 class FeedSelection:
@@ -46,7 +46,7 @@ class FeedSelection:
         """The one feed, if there is only one: its cursor names an entry, not a time."""
 
     async def list(self) -> Sequence[str]:
-        """Their names; a feed is listed before its first entry, so that none is missed."""
+        """Their names; feeds are listed before their first entry, so that none is missed."""
         if self._fixed is not None:
             return self._fixed
         feeds = await self.source.partition_feeds(of_operators=self._of_operators)
@@ -58,7 +58,7 @@ class FeedSelection:
             raise invalid_input("cursor", "must be now, start, a time in ms, or a cursor")
         if isinstance(start, int):
             check.whole(start, "cursor", 1)
-            # Every feed from its first entry of that millisecond.
+            # Start every feed at its first entry of that millisecond.
             at = dict.fromkeys(await self.list(), (start - 1, LAST_SEQ))
             return FeedCursor(start, at, self.only)
         if start in ("", b"", "now"):
@@ -100,7 +100,7 @@ class FeedReader:
         self.base = cursor.base
         self.positions: dict[str, Position] = dict(cursor.positions)
         self.reading: AbstractSet[str] = frozenset()
-        """The feeds of the read under way, or of the last one."""
+        """The feeds of the current or last read."""
         self._slow: set[str] = set()
 
     def position(self, feed: str) -> Position:
@@ -109,7 +109,7 @@ class FeedReader:
     async def read(
         self, feeds: Sequence[str], wait_s: float
     ) -> tuple[dict[str, Sequence[StoredEntry]], dict[str, FeedState]]:
-        """New entries by feed, which the caller moves past, and the feeds that lost entries."""
+        """New entries by feed, and the feeds that lost entries. The caller must advance."""
         self.reading = frozenset(feeds)
         share = max(1, _QUEUE // max(1, len(feeds)))
         found = dict(await self.link.read(self._at(feeds), share, wait_s))
@@ -151,7 +151,7 @@ class FeedReader:
         )
 
     def _rewind(self, feed: str, state: FeedState | None) -> None:
-        """A failover lost what this position had seen: continue at the end of the feed."""
+        """Continue at the end of a feed that lost entries before this position in a failover."""
         if self.positions.get(feed, BEGINNING)[0] <= self.base:
             return
         log.warning(

@@ -9,25 +9,25 @@ from flowfabric.engine.api.events import Event
 from flowfabric.engine.events.cursor import Position
 
 StoredEntry = Any
-"""An entry as storage returns it; only its source takes it apart."""
+"""An entry as storage returns it; only its source can decode it."""
 Pages = Mapping[str, Sequence[StoredEntry]]
 """New entries by feed, oldest first."""
 Stop = tuple[str, Literal["ended", "suspended"]]
-"""An execution that stopped, and how."""
+"""An execution, and how it stopped."""
 
 
 class FeedState(msgspec.Struct, frozen=True):
-    """How far a feed reaches."""
+    """The range of a feed."""
 
     last: Position
     oldest: Position
-    """Just before the oldest entry that is left, or `last` if none is."""
+    """The position just before the oldest remaining entry; `last` if there is none."""
     trimmed: Position
-    """The newest entry that was trimmed, as far as storage can tell."""
+    """The newest entry that was trimmed, as far as storage knows."""
 
 
 class FeedLink(Protocol):
-    """A connection that waits for entries. It dials when it is first used."""
+    """A connection that waits for entries; connects on first use."""
 
     async def read(self, positions: Mapping[str, Position], count: int, wait_s: float) -> Pages:
         """At most `count` entries per feed; waits for the first. After an error it dials again."""
@@ -53,7 +53,7 @@ class FeedSource(Protocol):
 
     @property
     def answers_in_order(self) -> bool:
-        """Whether calls that leave together are answered in this order."""
+        """Whether calls that are sent together are answered in this order."""
         ...
 
     def open(self) -> FeedLink: ...
@@ -62,11 +62,11 @@ class FeedSource(Protocol):
     def decode(self, feed: str, entry: StoredEntry) -> Event: ...  # Or `CorruptionError`.
 
     async def partition_feeds(self, *, of_operators: bool = False) -> Sequence[str]:
-        """Those that may have entries; by default only those of partitions of executions."""
+        """The feeds that may have entries; by default only those of execution partitions."""
         ...
 
     async def worker_feeds(self) -> Sequence[str]:
-        """Those of the worker registries of all namespaces in use."""
+        """The feeds of the worker registries of all namespaces in use."""
         ...
 
     async def tagged(self, ids: Collection[str], tags: Mapping[str, str]) -> set[str]: ...
@@ -75,21 +75,21 @@ class FeedSource(Protocol):
     async def states(self, feeds: Sequence[str]) -> list[FeedState | None]: ...  # None: unwritten.
 
     async def last_position(self, feed: str) -> Position:
-        """The newest entry of a feed, or `BEGINNING`. Its call leaves before it first waits."""
+        """The newest entry of a feed, or `BEGINNING`. Sends its call before it first awaits."""
         ...
 
     async def join_group(
         self, group: str, member: str, lease_ms: int, start: str
     ) -> tuple[str, list[str]]:
-        """Enter, stay or (0 ms) leave; the cursor the group started from and its live members."""
+        """Join a group, stay in it or (0 ms) leave; returns its first cursor and live members."""
         ...
 
     async def lease_feed(
         self, feed: str, group: str, member: str, lease_ms: int, done: Position | None
     ) -> tuple[bool, Position | None]:
-        """Take or renew a feed for a member of a group, and store what it has processed.
+        """Lease a feed to a member of a group, or renew that, and store what it has processed.
 
-        Whether the member has the feed now, and the position to continue from, if one is stored.
-        A lease of 0 ms returns the feed.
+        Returns whether the member holds the feed, and the stored position to continue from. A lease
+        of 0 ms releases the feed.
         """
         ...

@@ -24,8 +24,8 @@ from flowfabric.engine.events.source import FeedSource, FeedState
 log = logging.getLogger(__name__)
 _LEASE_MS = 30_000
 _RENEW_S = 10.0
-_LOOK_S = 1.0
-"""How often a member looks for others that came or left."""
+_CHECK_S = 1.0
+"""How often a member checks whether others joined or left."""
 _WAIT_S = 1.0
 _BASE_EVERY_S = 1.0
 _UNSURE_AFTER_S = 30.0
@@ -44,7 +44,7 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
 
 
 def families_of(event: api.Event) -> tuple[str, ...]:
-    """The families an entry belongs to. An unknown type that names a lease is lease history."""
+    """The families of an entry. An unknown type that names a lease is lease history."""
     known = _FAMILIES.get(event.type)
     if known is None:
         if event.type.startswith(("budget_", "quota_")):
@@ -59,10 +59,10 @@ def families_of(event: api.Event) -> tuple[str, ...]:
 
 
 class GroupMember:
-    """One member: the feeds it holds by lease, and what it has processed of them.
+    """One member: the feeds it has leased, and what it has processed of them.
 
-    Each feed belongs to the live member with the highest hash of both names, so members agree
-    without talking to each other, and few feeds move when one comes or leaves.
+    Each feed belongs to the live member with the highest hash of both names: members agree
+    without communicating, and few feeds move when one joins or leaves.
     """
 
     def __init__(self, selection: FeedSelection, group: str, name: str, start: FeedCursor) -> None:
@@ -80,8 +80,8 @@ class GroupMember:
         self._keeping: asyncio.Task[None] | None = None
 
     async def join(self) -> None:
-        await self._look()
-        self._keeping = asyncio.get_running_loop().create_task(self._keep())
+        await self._check_members()
+        self._keeping = asyncio.get_running_loop().create_task(self._keep_leases())
 
     async def ack(self, feed: str, position: Position) -> None:
         """Store that this event and those before it were processed."""
@@ -90,14 +90,14 @@ class GroupMember:
         await self._lease(feed, _LEASE_MS if feed in self.held else 0, position)
 
     async def skip(self, gaps: Mapping[str, FeedState]) -> None:
-        """Continue after a gap, which the subscriber is told of once."""
+        """Continue after a gap, which is reported to the subscriber once."""
         for feed, state in gaps.items():
             if feed in self.held:
                 self.held[feed] = state.oldest
                 await self._lease(feed, _LEASE_MS, state.oldest)
 
     async def leave(self) -> None:
-        """Return every feed, so that another member need not wait for the leases to expire."""
+        """Release every feed, so that other members need not wait for the leases to expire."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.wait([self._keeping])
@@ -106,15 +106,15 @@ class GroupMember:
             await self._source.join_group(self._group, self._name, 0, "")
         self.held.clear()
 
-    async def _keep(self) -> None:
+    async def _keep_leases(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_CHECK_S)
             try:
-                await self._look()
+                await self._check_members()
             except errors.EngineError as error:
                 log.debug("leases of group %s not renewed: %s", self._group, error)
 
-    async def _look(self) -> None:
+    async def _check_members(self) -> None:
         start = cursor_text(self._start.encode())
         start, members = await self._source.join_group(self._group, self._name, _LEASE_MS, start)
         self._start = FeedCursor.decode(start, self._start.only)
@@ -130,7 +130,7 @@ class GroupMember:
             await self._lease_all([feed for feed in mine if feed not in self.held], _LEASE_MS)
 
     async def _lease_all(self, feeds: Iterable[str], lease_ms: int) -> None:
-        # Everything returned so far is processed where nothing waits to be acknowledged.
+        # If nothing is unacknowledged, everything returned so far is processed.
         done = {feed: at for feed, at in self.held.items() if feed not in self.unacked}
         await asyncio.gather(*(self._lease(each, lease_ms, done.get(each)) for each in feeds))
 
@@ -174,7 +174,7 @@ class FeedSubscription(AsyncClosing, Generic[api.F]):
         self._checked_at = time.monotonic() if fresh else None
         self._based_at: float | None = None
         if member is not None:
-            # The member moves along the feeds that it holds.
+            # The member advances the positions of the feeds that it holds.
             self._reader.positions = member.held
 
     @property
@@ -208,7 +208,7 @@ class FeedSubscription(AsyncClosing, Generic[api.F]):
         raise StopAsyncIteration
 
     def _reaches(self, feed: str, position: Position) -> bool:
-        """Whether the entry is new: a group may have lost its feed, and read it again since."""
+        """Whether the entry is new; a member may have lost its feed and read it again since."""
         if self._member is not None and feed not in self._reader.positions:
             return False
         return position > self._reader.position(feed)
@@ -229,7 +229,7 @@ class FeedSubscription(AsyncClosing, Generic[api.F]):
             await self._member.leave()
 
     async def _fill(self) -> None:
-        now = await self._moment()
+        now = await self._idle_time()
         member = self._member
         feeds = await self._selection.list() if member is None else list(member.held)
         if not feeds:
@@ -241,11 +241,11 @@ class FeedSubscription(AsyncClosing, Generic[api.F]):
         await self._refuse(gaps)
         self._checked_at = time.monotonic()
         if now is not None:
-            self._settle(now, feeds, found)
+            self._advance_idle(now, feeds, found)
         await self._queue(found)
 
-    async def _moment(self) -> int | None:
-        """The time to move idle feeds up to, now and then; a cursor need not list those."""
+    async def _idle_time(self) -> int | None:
+        """Now and then, the time to which to advance idle feeds, so that the cursor stays short."""
         if self._selection.only or self._member is not None:
             return None
         if self._based_at is not None and time.monotonic() - self._based_at < _BASE_EVERY_S:
@@ -253,7 +253,7 @@ class FeedSubscription(AsyncClosing, Generic[api.F]):
         self._based_at = time.monotonic()
         return await self._source.clock_ms()
 
-    def _settle(self, now: int, feeds: Sequence[str], found: Collection[str]) -> None:
+    def _advance_idle(self, now: int, feeds: Sequence[str], found: Collection[str]) -> None:
         reader = self._reader
         for feed in found:
             reader.positions[feed] = reader.position(feed)
@@ -343,7 +343,7 @@ class FeedEvents(api.Events):
             name = options.get("member") or new_uuid()
             member = GroupMember(selection, group, name, start)
             await member.join()
-        # These positions come from the feeds as they are now.
+        # These positions were just read from the feeds.
         fresh = member is None and cursor in ("", b"", "now", "start")
         subscription = FeedSubscription(
             selection, start, request, member, fresh=fresh, on_close=self._open.discard

@@ -28,7 +28,7 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     tls: bool = False
     path: str = ""
-    """What comes before `/v1`, for a server behind a proxy."""
+    """The path before `/v1`, for a server behind a proxy."""
     token: str | None = None
     tls_ca: str | None = None
 
@@ -43,7 +43,7 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
         return f"{'https' if self.tls else 'http'}://{self.peer}{self.path}"
 
     def context(self) -> ssl.SSLContext | None:
-        """What checks the server's certificate; None without TLS."""
+        """The context that verifies the server's certificate; None without TLS."""
         if not self.tls:
             return None
         try:
@@ -75,7 +75,7 @@ def server_at(url: str, *, name: str = "url") -> ServerAddress:
 
 def configured_token(environ: Mapping[str, str]) -> str | None:
     """The token in `FF_API_TOKEN`, the same for a server and its clients."""
-    # The line break at the end of a secret's file is not part of it: no header can carry one.
+    # Strip the line break at the end of a secret file, which no header can contain.
     token = environ.get(TOKEN_VARIABLE, "").strip() or None
     if token is not None and not (token.isascii() and token.isprintable()):
         # The value is not repeated.
@@ -92,7 +92,7 @@ def _parse(text: str, environ: Mapping[str, str]) -> ServerAddress:
     if parts.scheme not in _SCHEMES:
         raise ValueError(f"use {FORM}")
     if "@" in parts.netloc:
-        # The value is not repeated: it may hold the token.
+        # Do not repeat the value, which may contain the token.
         raise ValueError("a server URL cannot contain a user or password; set FF_API_TOKEN")
     if not host:
         raise ValueError(f"the host is missing; use {FORM}")

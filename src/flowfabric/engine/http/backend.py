@@ -22,7 +22,7 @@ from flowfabric.engine.layers import tracing
 
 
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client learns when it connects."""
+    """The server's answer to a connecting client."""
 
     version: str
     counts: PartitionCounts
@@ -79,7 +79,7 @@ class HttpBackend(ClosedOnce, Backend):
         patient: bool = True,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> Self:
-        """Connect to a server, and learn what its deployment looks like."""
+        """Connect to a server and read its description."""
         link = HttpLink(address, patient=patient, connect_timeout_s=connect_timeout_s)
         try:
             described = await link.call("GET", ROOT, answer=EngineDescription, op="connect")

@@ -1,7 +1,7 @@
-"""Values of the engine as JSON: what both ends of an operation over HTTP encode and decode.
+"""The JSON encoding of engine values, for both ends of an operation over HTTP.
 
-The types of the Protocols in `engine/api` decide. JSON cannot tell the structs of a union apart, so
-such a value is an object with one key, the name of its class: `{"Created": {...}}`.
+It follows the types of the Protocols in `engine/api`. JSON cannot distinguish the structs of a
+union, so such a value is an object with one key, the name of its class: `{"Created": {...}}`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,14 +53,14 @@ class WireError(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _AnyInstance(type):
-    """The decoder compares what a hook returns with its type: any member of a union fits."""
+    """Accepts every instance: the decoder checks a hook's result against its type."""
 
     def __instancecheck__(cls, _: object) -> bool:
         return True
 
 
 class _OneOf(metaclass=_AnyInstance):
-    """Stands for a union whose members JSON cannot tell apart."""
+    """Represents a union whose members JSON cannot distinguish."""
 
     members: ClassVar[Mapping[str, Any]]
 
@@ -129,7 +129,7 @@ def decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 @cache
 def wire_type(kind: Any) -> Any:
-    """The type that is decoded for another one: unions of structs go by the name of the class."""
+    """The type to decode instead of this one: unions of structs are tagged with class names."""
     arguments = get_args(kind)
     if get_origin(kind) in (Union, UnionType):
         return _wire_union(arguments)
@@ -141,7 +141,7 @@ def wire_type(kind: Any) -> Any:
 
 def _wire_union(members: Sequence[Any]) -> Any:
     if WaitpointToken in members:
-        # A token may be given as text, and is sent as text.
+        # Tokens may be passed as text and are sent as text.
         members = [each for each in members if each is not str]
     named = [each for each in members if _needs_name(each)]
     others: list[Any] = [wire_type(each) for each in members if each not in named]
@@ -162,7 +162,7 @@ def _needs_name(kind: Any) -> bool:
 
 @cache
 def named(kind: Any) -> _Tagger | None:
-    """Adds the names of classes where the other end needs them; None if it needs none."""
+    """A function that adds class names where the decoder needs them; None if it needs none."""
     arguments = get_args(kind)
     origin = get_origin(kind)
     if origin in (Union, UnionType):
@@ -199,7 +199,7 @@ def _named_union(members: Sequence[Any]) -> _Tagger | None:
 
 
 def encode_as(kind: Any, value: Any) -> Any:
-    """A value in the form that `decoder` reads; it still has to be encoded."""
+    """A value in the form that `decoder` reads, not yet encoded."""
     tag = named(kind)
     return value if tag is None else tag(value)
 

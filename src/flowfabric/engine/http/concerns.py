@@ -1,4 +1,4 @@
-"""The concerns that are more than requests: waiting, the health of the server, places of work."""
+"""The concerns that need more than requests: waiting, server health, and lanes in use."""
 
 import asyncio
 import random
@@ -26,7 +26,7 @@ from flowfabric.engine.http.proxies import proxied
 _LEARN_AGAIN_S: Final = 10.0
 _READY_PAUSE_S: Final = 0.2
 
-# Made at run time, so a type checker sees no more than that they are classes.
+# Made at run time, so type checkers only know that they are classes.
 _Meta: Any = proxied("meta")
 _Places: Any = proxied("places")
 _Flows: Any = proxied("flows")
@@ -34,19 +34,19 @@ _Claims: Any = proxied("claims")
 
 
 class HttpMeta(_Meta):
-    """The server's health; its capabilities are those it had when the client connected."""
+    """The server's health. Capabilities are those at the time of connecting."""
 
     def __init__(self, link: HttpLink, known: Capabilities) -> None:
         self._link = link
         self._known: Capabilities = known
 
     def leave_only(self, supports: Mapping[str, bool]) -> None:
-        """Report nothing that clients of a server cannot do."""
+        """Drop capabilities that clients of a server do not have."""
         both = {name: on and supports[name] for name, on in self._known.supports.items()}
         self._known = msgspec.structs.replace(self._known, supports=both)
 
     async def log_findings(self) -> None:
-        """The server logs its own."""
+        """Do nothing: the server logs its findings itself."""
 
     async def failing_checks(self) -> list[str]:
         try:
@@ -71,12 +71,12 @@ class HttpMeta(_Meta):
     def backend_label(self) -> str:
         return self._known.identity.family
 
-    def hurry(self, *, leaving: bool = True) -> None:
-        self._link.hurried = leaving
+    def fail_fast(self, *, enabled: bool = True) -> None:
+        self._link.fails_fast = enabled
 
 
 class HttpPlaces(_Places):
-    """The server registers what its clients use, so there is nothing to register here."""
+    """Lanes in use; the server registers them for its clients."""
 
     def __init__(self, link: HttpLink, lanes: Lanes) -> None:
         self._link = link
@@ -97,7 +97,7 @@ class HttpPlaces(_Places):
         return self._shards.get(lane_id, (1, 0.0))[0]
 
     async def register_again(self) -> None:
-        """The server does."""
+        """Do nothing: the server registers them."""
 
 
 class HttpClaims(_Claims):
@@ -160,7 +160,7 @@ class HttpFlows(_Flows):
 
 
 class HttpWakeups(Wakeups):
-    """Doorbells ring next to the store."""
+    """Doorbells, which only exist next to the store."""
 
     def listen(self, lanes: Iterable[str]) -> Doorbell:  # noqa: ARG002
         _refuse("listen")

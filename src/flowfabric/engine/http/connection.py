@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: requests one after the other, each with its whole answer or events."""
+"""One HTTP/1.1 connection: one request at a time, answered in full or with a stream of events."""
 
 import asyncio
 import ssl
@@ -13,9 +13,9 @@ from flowfabric.engine.http.address import ServerAddress
 from flowfabric.engine.http.faults import Answer
 
 MAX_ANSWER_BYTES: Final = 64 << 20
-"""No answer of a server is nearly as long."""
+"""The limit for an answer, far above any that a server sends."""
 Sink = Callable[[bytes | None], None]
-"""Takes what arrives of an endless answer; None when it has ended."""
+"""Receives the data of a streamed answer; None when it has ended."""
 
 
 class HttpConnection(asyncio.Protocol):
@@ -57,7 +57,7 @@ class HttpConnection(asyncio.Protocol):
         return answer
 
     def pause(self, *, reading: bool) -> None:
-        """Stop or resume taking what the server sends."""
+        """Stop or resume reading from the server."""
         if self._transport is not None and not self._gone.done():
             (self._transport.resume_reading if reading else self._transport.pause_reading)()
 
@@ -72,7 +72,7 @@ class HttpConnection(asyncio.Protocol):
         self.close()
         await asyncio.wait([self._gone])
 
-    # What the event loop calls.
+    # --- called by the event loop ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports do not inherit from asyncio's.
@@ -80,7 +80,7 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None and not self._streams:
-            # Nothing was asked: a server that closes an idle connection may say so first.
+            # No request is pending: a server may announce that it closes an idle connection.
             self.close()
             return
         try:
@@ -97,7 +97,7 @@ class HttpConnection(asyncio.Protocol):
         if not self._gone.done():
             self._gone.set_result(None)
 
-    # What the parser calls.
+    # --- called by the parser ---
 
     def on_message_begin(self) -> None:
         self._headers, self._parts, self._size = {}, [], 0

@@ -26,7 +26,7 @@ _HINTS: Final = {
     "auth": "Check the certificate, or set FF_TLS_CA to the right CA file.",
 }
 _NO_TLS: Final = "if this port does not use TLS, write http://"
-# A proxy's own answers: it may have passed the request on before the server was lost.
+# Answers by a proxy, which may have forwarded the request before it lost the server.
 _MAYBE_PASSED_ON: Final = frozenset({502, 504})
 
 
@@ -113,7 +113,7 @@ def _details(envelope: Mapping[str, Any]) -> list[str]:
         found = [str(each) for each in cast("Sequence[object]", given)]
     else:
         found = [str(envelope["detail"])] if envelope.get("detail") else []
-    # The server knows only the ids that this process derived from the names.
+    # The server only knows the ids that this process derived from names.
     found = [given_name(each) for each in found]
     wait = envelope.get("retry_after_ms")
     if wait is not None and not any(each.startswith("retry_after_ms=") for each in found):
@@ -130,7 +130,7 @@ def _server_fault(envelope: Mapping[str, Any], address: ServerAddress, op: str) 
 
 
 def _unexpected(answer: Answer, address: ServerAddress, op: str) -> EngineError:
-    """An answer that is no envelope: no such route, a proxy, or another service."""
+    """The error for an answer without our envelope: a missing route, a proxy or another service."""
     status = answer.status
     if status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED) and _envelope(answer.body):
         problem = f"{address.url} returned {status} {_phrase(status)} for {op}"

@@ -27,13 +27,13 @@ _WORKERS = "worker:"
 _MAX_COUNT = 100_000
 _MAX_WAIT_S = 60.0
 _MOST_IDLE = 32
-"""How many connections are kept for the next readers."""
+"""How many idle connections to keep for later readers."""
 _MAX_LEASE_MS = 600_000
 _is_partition_feed = re.compile(r"(fp|b|q):(0|[1-9][0-9]{0,4})").fullmatch
 
 
 class FeedEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One entry of a feed. Without the event it belongs to a namespace of others."""
+    """One entry of a feed. It has no event if the caller may not see its namespace."""
 
     position: Position
     stop: Stop | None = None
@@ -43,7 +43,7 @@ class FeedEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class FeedOperations(Protocol):
-    """What a server offers of its source of feeds."""
+    """The operations on feeds that a server offers."""
 
     async def partition_feeds(self, *, of_operators: bool = False) -> Sequence[str]: ...
     async def worker_feeds(self) -> Sequence[str]: ...
@@ -68,10 +68,7 @@ class FeedOperations(Protocol):
 
 
 class ServedFeeds:
-    """`FeedOperations` of a server, which check what clients send.
-
-    Connections that wait for entries are used again.
-    """
+    """`FeedOperations` of a server; checks what clients send and reuses waiting connections."""
 
     def __init__(self, source: FeedSource, counts: PartitionCounts) -> None:
         self._source = source
@@ -120,7 +117,7 @@ class ServedFeeds:
         return await self._source.lease_feed(*names, lease_ms, at)
 
     def _feed(self, name: str) -> str:
-        """The name, if it is that of a feed: others are keys of their own in the store."""
+        """The name, if it is a feed; other names could address any key in the store."""
         if name.startswith(_WORKERS):
             validate_namespace(name.removeprefix(_WORKERS))
         elif (found := _is_partition_feed(name)) is None or (
@@ -141,7 +138,7 @@ class ServedFeeds:
         link = self._idle.pop() if self._idle else self._source.open()
         try:
             pages = await link.read(positions, count, wait_s)
-            # Where one read cannot cover the feeds, it returns before the wait is over.
+            # If one read cannot cover all feeds, it returns before the wait is over.
             while not pages and time.monotonic() < until:
                 pages = await link.read(positions, count, until - time.monotonic())
         except BaseException:
@@ -209,7 +206,7 @@ class HttpFeeds:
 
 
 _HIDDEN = Event("", "", 0)
-"""Stands for an entry that the token may not see: it belongs to no family."""
+"""Replaces an entry that the token may not see; it belongs to no family."""
 
 
 class _HttpFeedLink:

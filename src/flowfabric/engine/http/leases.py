@@ -25,13 +25,13 @@ Row = dict[str, Any]
 
 
 class Rows(msgspec.Struct, frozen=True):
-    """One row per item, with the status and body that a call of its own would have had."""
+    """One row per item, with the status and body of a single call."""
 
     results: list[Row]
 
 
 def handle_text(handle: Handle) -> str:
-    """A handle as the server takes it."""
+    """A handle in the form that the server accepts."""
     return b64encode(check.handle(handle).opaque).decode()
 
 

@@ -1,8 +1,8 @@
 """Requests to a FlowFabric server: a pool of connections, typed answers, patience in outages.
 
-A request that cannot be sent is repeated for `PATIENCE_S`: a server that restarts is back by then.
-After a lost answer only reads and other `repeatable` requests are repeated; the error of any other
-one is ambiguous.
+A request that cannot be sent is repeated for `PATIENCE_S`, long enough for a server to restart.
+After a lost answer, only reads and other `repeatable` requests are repeated; for any other request
+the error is ambiguous.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ from flowfabric.engine.http.sse import ServerEvents
 
 PATIENCE_S: Final = 10.0
 REQUEST_TIMEOUT_S: Final = 30.0
-"""Longer than the server's own patience with its Valkey."""
+"""Longer than the server itself waits for its Valkey."""
 CONNECT_TIMEOUT_S: Final = 10.0
 MAX_CONNECTIONS: Final = 64
 _IDLE_S: Final = 30.0
-"""Close connections that were idle for so long: proxies and servers close them, too."""
+"""How long to keep idle connections, which proxies and servers also close."""
 _FIRST_PAUSE_S: Final = 0.020
 _LAST_PAUSE_S: Final = 0.5
 _READS: Final = frozenset({"GET", "HEAD"})
@@ -43,11 +43,11 @@ class RequestOptions(TypedDict, total=False):
     headers: Mapping[str, str] | None
     timeout_s: float
     wait_s: float
-    """How long the server may hold the answer back."""
+    """How long the server may delay the answer."""
     reads: bool
-    """It changes nothing, whatever its method."""
+    """Whether it changes nothing, whatever its method."""
     repeatable: bool
-    """The server recognises a repeat, so a lost answer does no harm."""
+    """Whether the server recognises a repeat, so that it is safe after a lost answer."""
 
 
 class HttpLink(ClosedOnce):
@@ -65,7 +65,7 @@ class HttpLink(ClosedOnce):
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         self.address = address
-        self.hurried = not patient
+        self.fails_fast = not patient
         """Whether requests fail at once while the server cannot be reached."""
         self._connect_timeout_s = connect_timeout_s
         self._context = address.context()
@@ -130,13 +130,13 @@ class HttpLink(ClosedOnce):
                 uncertain = uncertain or failed.ambiguous
                 failed.ambiguous = uncertain and not reads
             if isinstance(failed, LimitError) and failed.retry_after_ms is not None:
-                # Nothing was done, and the server says when to come back.
+                # Nothing was done, and the server says when to retry.
                 repeats, pause = True, failed.retry_after_ms / 1000 + _FIRST_PAUSE_S
             else:
-                repeats = not self.hurried and _may_repeat(failed, safe=safe)
+                repeats = not self.fails_fast and _may_repeat(failed, safe=safe)
             if not repeats or self.closed or loop.time() + pause >= give_up:
                 raise failed
-            # Many clients must not return at the same moment.
+            # Spread the retries of many clients.
             await asyncio.sleep(pause * random.uniform(1.0, 1.5))  # noqa: S311 - not a secret
             pause = min(pause * 2, _LAST_PAUSE_S)
 
@@ -179,7 +179,7 @@ class HttpLink(ClosedOnce):
         if headers:
             lines += "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         if body is None:
-            # A POST without a body has a length, too; some proxies insist.
+            # Send a length even for a POST without a body, because some proxies require it.
             length = "" if method in _READS else "Content-Length: 0\r\n"
             return f"{lines}{length}\r\n".encode("latin-1")
         content = body if isinstance(body, bytes) else codec.encode(body)
@@ -198,7 +198,7 @@ class HttpLink(ClosedOnce):
         try:
             found = await self._answer(connection, data, timeout_s)
         except BaseException:
-            # Also a cancelled caller: its answer must not be taken for that of the next request.
+            # Also for a cancelled caller, whose answer the next request must not receive.
             self._drop(connection)
             raise
         if connection.is_idle and not self.closed:
@@ -219,7 +219,7 @@ class HttpLink(ClosedOnce):
     def _take(self) -> HttpConnection | None:
         now = asyncio.get_running_loop().time()
         while self._idle:
-            # The one used last: the others become old and are closed.
+            # Use the most recently used one, so that the others become idle and are closed.
             connection = self._idle.pop()
             if connection.is_idle and now - connection.used_at < _IDLE_S:
                 return connection
@@ -242,8 +242,8 @@ class HttpLink(ClosedOnce):
 def _may_repeat(error: EngineError, *, safe: bool) -> bool:
     if isinstance(error, TransportError):
         return error.passing and (safe or not error.ambiguous)
-    # A server that shuts down names itself; another replica can serve the request.
-    # The first request with this key is still running: its answer follows.
+    # A server that shuts down says so; another replica can serve the request.
+    # The first request with this key is still running; retry to get its answer.
     return error.code == "idempotency_in_progress" or (
         error.code == "unavailable" and error.retryable
     )

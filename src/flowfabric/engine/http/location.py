@@ -1,4 +1,4 @@
-"""A FlowFabric server as the place of a deployment: opening backends there, and checking it."""
+"""A deployment behind a FlowFabric server: opening backends there, and checking it."""
 
 from contextlib import aclosing
 
@@ -67,7 +67,7 @@ class HttpLocation:
         return found
 
     def close(self) -> None:
-        """There is nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
 def _token(address: ServerAddress) -> Finding:

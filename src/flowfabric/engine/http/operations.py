@@ -1,7 +1,8 @@
-"""The operations that a server offers to our own clients: one table, read by both ends.
+"""The operations that a server offers to our own clients, in one table that both ends read.
 
-What is not in the table exists only next to the store. `POST /v1/engine/<noun>/<operation>` takes
-the arguments by name as JSON and answers with the result; both have the types of `engine/api`.
+Operations that are not in the table are only available on Valkey itself. `POST
+/v1/engine/<noun>/<operation>` takes the arguments by name as JSON and answers with the result; both
+have the types of `engine/api`.
 """
 
 import functools
@@ -18,15 +19,16 @@ from flowfabric.engine.http.feeds import FeedOperations
 OperationScope = Literal["read", "submit", "signal", "operate", "admin", "remote"]
 ROOT: Final = "/v1/engine"
 # `# noun` starts the operations of one noun. A line: the operation, the scope of tokens that may
-# call it (`remote`: what the holder of a lease does), and marks:
-#   keyed  an idempotency key lets the server recognise a repeat; elsewhere the arguments do
-#   mints=x  the client fills in the argument x, so that the arguments do
-#   needs=x  the arguments do only if x is given
-#   open   names no namespace, and is the same for all of them
-#   rows   the answer leaves out what belongs to namespaces of others
-#   waits  the server may hold the answer back
-#   bulk   payloads may make it long
-#   many   the first argument is a list, which is sent in parts
+# call it (`remote`: for holders of a lease), and marks. By default, the server recognises a repeat
+# by the arguments.
+#   keyed    it recognises a repeat by an idempotency key instead
+#   mints=x  the client fills in the argument x, which identifies a repeat
+#   needs=x  it recognises a repeat only if x is given
+#   open     not limited to a namespace
+#   rows     the answer leaves out rows of other namespaces
+#   waits    the server may delay the answer
+#   bulk     payloads may make the request long
+#   many     the first argument is a list, which is sent in parts
 _TABLE: Final = """
 # executions
 create_execution submit bulk
@@ -276,7 +278,7 @@ class Operation:
         return codec.decoder(struct)
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name; a wrong call is a `TypeError`, as it would be here."""
+        """The arguments of a call by name; raises `TypeError` as a local call would."""
         try:
             given = self.signature.bind(*args, **kwargs).arguments
         except TypeError as error:
@@ -292,9 +294,9 @@ class Operation:
         return {name: value for name, value in found if value is not _ABSENT}
 
     def call(self, concern: object, given: Mapping[str, Any]) -> Any:
-        """Call the operation as callers do: by position as far as that is possible.
+        """Call the operation with positional arguments where possible.
 
-        The layers around an operation know its first arguments by their positions.
+        The layers around an operation find its first arguments by position.
         """
         positional: list[Any] = []
         named = dict(given)

@@ -15,7 +15,7 @@ from flowfabric.engine.layers import tracing
 _PART_BYTES: Final = 4 << 20
 _PART_ITEMS: Final = 1000
 _WAITS: Final = {"block_ms": 1000, "wait_timeout_ms": 1000, "wait_s": 1}
-"""Arguments that say how long the server may wait, and their units per second."""
+"""The arguments for how long the server may wait, with their units per second."""
 
 
 async def call(link: HttpLink, operation: Operation, given: Mapping[str, Any]) -> Any:
@@ -41,7 +41,7 @@ async def call(link: HttpLink, operation: Operation, given: Mapping[str, Any]) -
 
 
 async def _call_in_parts(link: HttpLink, operation: Operation, given: dict[str, Any]) -> list[Any]:
-    """Send a long list in requests that the server accepts; the results are in order."""
+    """Send a long list in several requests; the results are in order."""
     name, items = next(iter(given.items()))
     results: list[Any] = []
     part: list[msgspec.Raw] = []
@@ -73,7 +73,7 @@ def _begin(self: Any, link: HttpLink) -> None:
 
 @functools.cache
 def proxied(noun: str) -> Any:
-    """A class for one noun: operations of the table are requests, others are `unavailable`."""
+    """A class for one noun: operations in the table are requests, others are `unavailable`."""
     known = operations().get(noun, {})
     members: dict[str, Any] = {name: _proxy(operation) for name, operation in known.items()}
     members["__init__"] = _begin

@@ -11,7 +11,7 @@ from flowfabric.engine.http import faults
 from flowfabric.engine.http.connection import HttpConnection
 
 SILENCE_S: Final = 45.0
-"""A stream is lost if nothing arrives for so long: the server sends a heartbeat every 15 s."""
+"""After this long without data the stream is lost; the server sends a heartbeat every 15 s."""
 _FULL: Final = 1000
 
 
@@ -92,5 +92,5 @@ def _parsed(block: bytes) -> ServerEvent | None:
             position = value.decode()
         elif field == b"data":
             data.append(value)
-    # Without data it is a comment: a heartbeat.
+    # Without data it is a comment, such as a heartbeat.
     return ServerEvent(name, position, b"\n".join(data)) if data else None

@@ -1,6 +1,6 @@
-"""Log records of operator calls, of every end of an execution, and of work reclaimed too often.
+"""Logs operator calls, every end of an execution, and executions that are reclaimed too often.
 
-Payloads, results and secrets never get into a record. The event feed keeps the durable trail.
+Records never contain payloads, results or secrets. The event feed keeps the durable trail.
 """
 
 import copy
@@ -29,7 +29,7 @@ from flowfabric.engine.api.reads import Reads
 log = logging.getLogger(__name__)
 audit_log = logging.getLogger("flowfabric.audit")
 ends = logging.getLogger(f"{__name__}.ends")
-"""Apart, because there is one record per execution."""
+"""A separate logger, because there is one record per execution."""
 Method = Callable[..., Any]
 Layer = Callable[[Method], Method]
 _OPERATOR_CALLS = {
@@ -71,7 +71,7 @@ _BATCH_OUTCOMES: dict[type, tuple[str, str]] = {
     NoneType: ("complete_many", "success"),
     TerminalFailed: ("fail_execution", "failed"),
 }
-"""Which operation ended an execution of a batch, and its outcome."""
+"""The operation and outcome for each kind of batch item."""
 _TIMED_OUT = {
     "expired": "expired",
     "failed": "failed",
@@ -79,7 +79,7 @@ _TIMED_OUT = {
     "cancel": "cancelled",
     "expire": "expired",
 }
-"""What timers answer when they end an execution, and its outcome."""
+"""The outcome of an execution for each answer of a timer that ended it."""
 _FIELDS = (
     *("source", "lane_id", "reason", "revoked_by", "requested_by", "new_priority", "state"),
     *("failure_category", "signal_name", "waitpoint_id", "decided_by", "trigger_type"),
@@ -97,14 +97,14 @@ _FIELDS = (
 _STRUCTS = ("budget", "change")
 """Arguments of which the fields are logged."""
 _GOODBYE = {"reason": "shutdown", "revoke_leases": False}
-"""How a worker that stops says so itself (11 §3), with the call that operators have, too."""
+"""The arguments with which a stopping worker deregisters itself (11 §3); operators use others."""
 _RECLAIMS_PER_WARNING = 100
 _caller: ContextVar[str] = ContextVar("flowfabric_caller", default="")
 
 
 @contextmanager
 def acting_as(identity: str) -> Generator[None]:
-    """Log the calls in this block as made by someone, for example a server's authenticated user.
+    """Log calls in this block under this name, for example that of an authenticated user.
 
     >>> with acting_as("ada@example.com"):
     ...     await backend.executions.cancel_execution(execution_id)  # doctest: +SKIP
@@ -132,7 +132,7 @@ def _account() -> str:
 
 
 def audit(backend: Backend) -> None:
-    """Add log records to a backend's operations. The hot ones only check the log level."""
+    """Log the operations of a backend. On the hot path this only checks the log level."""
     layers: dict[str, dict[str, Layer]] = {
         noun: {name: functools.partial(_logged, by_people=True) for name in names}
         for noun, names in _OPERATOR_CALLS.items()
@@ -167,9 +167,9 @@ def _binder(method: Method) -> Callable[..., dict[str, Any]]:
 
 
 def _logged(method: Method, *, by_people: bool = False) -> Method:
-    """Log the calls that an operator makes, refused ones too, and every end of an execution.
+    """Log calls by operators, including refused ones, and every end of an execution.
 
-    `by_people`: whoever calls without a handle is an operator. Otherwise, the source says so.
+    `by_people`: a call without a handle is an operator's. Otherwise, the source decides.
     """
     op, bind = method.__name__, _binder(method)
 
@@ -240,7 +240,7 @@ def _timer_logged(method: Method) -> Method:
 
 
 def _reclaims_watched(method: Method, reads: Reads) -> Method:
-    """Warn of executions that lose their worker again and again: they probably kill it."""
+    """Warn about executions that lose their worker repeatedly; they probably crash it."""
 
     @functools.wraps(method)
     async def call(*args: Any, **options: Any) -> Any:
@@ -264,7 +264,7 @@ def _reclaims_watched(method: Method, reads: Reads) -> Method:
 
 
 async def warn_of_reclaims(reads: Reads, handle: Handle) -> None:
-    """Warn at every hundredth reclaim; a failing check does not affect the claim."""
+    """Warn at every hundredth reclaim. If the check fails, the claim is not affected."""
     field = "lease_reclaim_count"
     try:
         fields = await reads.read_exec_core_fields(handle.execution_id, [field])
@@ -282,13 +282,13 @@ async def warn_of_reclaims(reads: Reads, handle: Handle) -> None:
 
 
 def _code(outcome: object) -> str:
-    """The result of a call that raised no error; a rotation reports each partition by itself."""
+    """The result code of a successful call; a rotation reports each partition separately."""
     incomplete = isinstance(outcome, RotationSummary) and outcome.failed
     return "rotation_incomplete" if incomplete else "ok"
 
 
 def _details(outcome: object) -> dict[str, Any]:
-    """What an outcome adds to the record; never a token or a secret."""
+    """The fields of an outcome for the record; never a token or a secret."""
     if isinstance(outcome, WaitpointToken):
         return {"token_kid": outcome.kid, "token_fingerprint": outcome.fingerprint}
     if isinstance(outcome, RotationSummary):

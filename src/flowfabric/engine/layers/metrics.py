@@ -1,7 +1,7 @@
 """Counts what the calls of a backend did, and how long they took.
 
-Each count follows from what a call was given and what it returned, so a process counts its own
-calls and nothing is read twice. Without metrics, a backend is not wrapped.
+Counts are derived from the arguments and results of calls, so a process only counts its own calls
+and nothing is read twice. Without metrics, a backend is not wrapped.
 """
 
 import copy
@@ -47,7 +47,7 @@ _UNTIMED = frozenset(
 
 
 def measure(backend: Backend, meter: Meter) -> None:
-    """Have every call of a backend counted and timed."""
+    """Count and time every call of a backend."""
     reads = backend.reads
     for noun in _NOUNS:
         concern = copy.copy(getattr(backend, noun))
@@ -174,7 +174,7 @@ def _expiring(method: Method, note: Meter, reads: Reads) -> Method:
 
 
 async def _lane(reads: Reads, name: str) -> str:
-    """The lane of an execution, for events so rare that one more read does not matter."""
+    """The lane of an execution, for rare events where an extra read does not matter."""
     try:
         return (await reads.read_execution_info(ExecutionId.parse(name))).lane_id
     except EngineError:
@@ -382,7 +382,7 @@ _AFTER: dict[str, Method] = {
     "report_usage": _usage_reported,
     "report_usage_admin": _usage_reported,
 }
-"""What is counted when a call succeeds. Each takes what the call returned and its arguments."""
+"""Called after a successful call, with its result and arguments."""
 _REFUSED: dict[str, Method] = {
     "renew_lease": _not_renewed,
     "renew_many": _not_renewed_many,
@@ -394,4 +394,4 @@ _REFUSED: dict[str, Method] = {
     "report_usage_admin": _usage_refused,
     "shutdown_prepare": _not_stopped,
 }
-"""What is counted when a call is refused."""
+"""Called after a refused call."""

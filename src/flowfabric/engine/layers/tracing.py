@@ -52,7 +52,7 @@ _SPANS = {
 }
 """The operations that have a span `ff.<operation>`, by noun."""
 _IDS = ("execution_id", "flow_id", "waitpoint_id", "budget_id", "signal_id")
-"""Arguments that become attributes; no others do, because they may hold secrets or payloads."""
+"""Arguments that become attributes; others may contain secrets or payloads."""
 _MADE = ("waitpoint_id", "signal_id")
 """Ids of a result that become attributes: the engine may have made them."""
 
@@ -71,7 +71,7 @@ class Tracing:
 
     @property
     def tracer(self) -> "Tracer":
-        # Looked up each time: a program may set its provider after it imported FlowFabric.
+        # Looked up each time, because programs may set a provider after importing FlowFabric.
         return self.api.get_tracer("flowfabric", __version__)
 
     def traceparent(self, span: "Span") -> str | None:
@@ -82,11 +82,11 @@ class Tracing:
 
     @property
     def current(self) -> str | None:
-        """The context of the span that the caller is in, as text."""
+        """The context of the current span, as text."""
         return self.traceparent(self.api.get_current_span())
 
     def context(self, traceparent: str | None) -> "Context | None":
-        """The context that was stored as text."""
+        """Parse a stored context."""
         if traceparent is None:
             return None
         return self._propagator.extract({"traceparent": traceparent})
@@ -94,7 +94,7 @@ class Tracing:
     @contextmanager
     def span(self, name: str, attributes: Mapping[str, Any], **more: Any) -> Generator["Span"]:
         """A span around a block; an engine error marks it with its code."""
-        # Without messages of exceptions, which may quote what was sent.
+        # Exception messages are left out, because they may quote payloads.
         quiet = {"record_exception": False, "set_status_on_exception": False}
         with self.tracer.start_as_current_span(
             name, attributes=attributes, **quiet, **more
@@ -119,7 +119,7 @@ _decided = False
 
 
 def enable() -> Tracing:
-    """Trace from now on. Call it before connecting."""
+    """Start tracing. Call it before connecting."""
     global _active, _decided
     if _active is None:
         _active, _decided = Tracing(), True
@@ -127,7 +127,7 @@ def enable() -> Tracing:
 
 
 def active() -> Tracing | None:
-    """What makes spans in this process; None while tracing is off."""
+    """The `Tracing` of this process; None while tracing is off."""
     global _decided  # noqa: PLW0603
     if not _decided:
         _decided = True
@@ -162,7 +162,7 @@ def _attached(context: "Context | None") -> Generator[None]:
 
 
 def trace(backend: Backend, tracing: Tracing) -> None:
-    """Give the operations of a backend spans, and store the context of what is submitted."""
+    """Add spans to a backend's operations, and store the trace context with submissions."""
     wraps: dict[str, dict[str, Callable[[Method, Tracing], Method]]] = {
         noun: dict.fromkeys(names, _traced) for noun, names in _SPANS.items()
     }
@@ -221,7 +221,7 @@ def _traced(method: Method, tracing: Tracing) -> Method:
 
 
 def _tag(item: Tagged, traceparent: str | None) -> Tagged:
-    """The same item with the context; one that has a context or no room keeps what it has."""
+    """The item with the trace context, unless it has one already or its tags are full."""
     if traceparent is None or TRACE_TAG in item.tags or len(item.tags) >= MAX_TAGS:
         return item
     return msgspec.structs.replace(item, tags={**item.tags, TRACE_TAG: traceparent})
@@ -332,11 +332,11 @@ class AttemptTrace:
             self._tracing.fail(self._span, why)
 
     def queued(self, op: str = "complete") -> None:
-        """The handler has ended, and its result or failure waits to be stored."""
+        """Called when the handler has ended and its result or failure is about to be stored."""
         self._queued = op, time.time_ns()
 
     def finished(self, how: str) -> None:
-        """The result or failure was stored, or given up."""
+        """Called when the result or failure was stored or given up."""
         if self._queued is not None and self._span is not None:
             inside = self._tracing.api.set_span_in_context(self._span)
             op, queued_at = self._queued

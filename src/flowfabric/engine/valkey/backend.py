@@ -52,7 +52,7 @@ def _max_payload_bytes() -> int:
 
 
 def check_settings() -> None:
-    """Raise what is wrong in the environment of a process that sets up a deployment."""
+    """Raise an error for wrong settings of a process that sets up a deployment."""
     _max_payload_bytes()
     ceiling_from_env()
     boot.configured_counts()
@@ -126,7 +126,7 @@ class ValkeyBackend(ClosedOnce, Backend):
 
         A caller that can `revive` the server owns it: no other project uses that server.
         """
-        # Settings first: a mistake in them must not cost a connection.
+        # Check settings before connecting.
         _max_payload_bytes()
         ceiling_from_env()
         if prepare_with is not None:

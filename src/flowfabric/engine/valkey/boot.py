@@ -28,9 +28,9 @@ from flowfabric.valkey.transport import Transport
 log = logging.getLogger(__name__)
 _LANES_VARIABLE = "FF_LANES"
 MintSecret = Callable[[], str]
-"""Makes the waitpoint secret of a deployment without a configured one."""
+"""Makes a waitpoint secret for a deployment without a configured one."""
 _FIELDS = ("num_flow_partitions", "num_budget_partitions", "num_quota_partitions")
-# One atomic create-if-absent of all three counts: two first boots cannot mix theirs.
+# Creates all three counts atomically if absent, so that two first boots cannot mix theirs.
 _CREATE_COUNTS = """
 if redis.call('EXISTS', KEYS[1]) == 0 then
   redis.call('HSET', KEYS[1], ARGV[1], ARGV[4], ARGV[2], ARGV[5], ARGV[3], ARGV[6])
@@ -116,7 +116,7 @@ async def prepare(
     loaded = await ensure_library(transport, owned=owned)
     calls = FunctionCalls(transport, counts)
     if secret is not None:
-        # Compared at every boot: a stored one wins, and a difference is logged.
+        # Compare at every boot; a stored secret wins, and a difference is logged.
         await ValkeySecrets(calls).seed_at_boot(secret)
     await keep_lanes(calls, lanes)
     await log_findings(transport)
@@ -130,7 +130,7 @@ async def _has_secret(transport: Transport) -> bool:
 
 
 async def join(transport: Transport, *, owned: bool = False) -> PartitionCounts:
-    """Check the server's version, the counts and the library in one go, before a client uses them.
+    """Check the server's version, the counts and the library together, before a client uses them.
 
     A missing library is loaded, and an older one replaced if ours serves its callers too.
     """
@@ -141,7 +141,7 @@ async def join(transport: Transport, *, owned: bool = False) -> PartitionCounts:
         read_primaries(transport),
         return_exceptions=True,
     )
-    # In this order: on another product the later errors would mislead.
+    # Await in this order, because with another product the later errors would mislead.
     if isinstance(gate, BaseException):
         raise gate
     if isinstance(counts, BaseException):
@@ -174,7 +174,7 @@ async def find_collisions(
 ) -> LaneCollisions:
     """Which of the lanes that are not spread share a partition."""
     stored: Any = await transport.call("HGETALL", keys.PLACEMENTS, key=keys.PLACEMENTS)
-    # A lane that was spread once and is pinned now has one shard.
+    # A pinned lane has one shard, even if it was spread before.
     spread = {
         name.decode(errors="replace")
         for name, placement in stored.items()

@@ -1,4 +1,4 @@
-"""Calling the function library: reply envelopes, typed errors, a reload when it is missing."""
+"""Calling the function library: reply envelopes, typed errors, reloading a missing library."""
 
 import asyncio
 import contextlib
@@ -23,14 +23,14 @@ from flowfabric.valkey.transport import Arg, Transport
 
 log = logging.getLogger(__name__)
 _ACCEPTED = (b"OK", b"DUPLICATE", b"ALREADY_SATISFIED")
-# Then the partitions where runs gave something back (`RETURNS`), and what else the call did.
+# May be followed by the partitions with returns (`RETURNS`), and by the effects of the call.
 _TELLING = (b"RETURNS ", b"OK ")
 MISFITS = (LookupError, TypeError, ValueError, AttributeError)
-"""What decoding a malformed reply raises."""
+"""The exceptions that decoding a malformed reply may raise."""
 _SHOWN = 12
 _MAX_WARNED = 1000
 _U16_DIGITS = 5
-# Calls in flight at a time, so that other work gets in between.
+# How many calls to have in flight at a time, so that other work is not delayed.
 _PROMPT_S = 0.5
 _APART_S = 1.0
 _IN_FLIGHT = 16
@@ -82,16 +82,18 @@ def refused(answer: Any, function: str, op: str, execution_id: str = "") -> Engi
     match answer:
         case [0, bytes(code), *details]:
             # Details may quote damaged bytes.
-            told = [_readable(part) for part in details]
+            shown_details = [_readable(part) for part in details]
             word = code.decode(errors="replace")
-            return errors.engine_error(word, told, op, function=function, execution_id=execution_id)
+            return errors.engine_error(
+                word, shown_details, op, function=function, execution_id=execution_id
+            )
         case _:
             return unreadable(answer, function, op, execution_id)
 
 
 @contextlib.contextmanager
 def naming_missing(limit_id: str) -> Generator[None]:
-    """Adds to an error about a missing budget or quota policy what people call it."""
+    """Adds the name to an error about a missing budget or quota policy."""
     try:
         yield
     except errors.NotFoundError as error:
@@ -101,7 +103,7 @@ def naming_missing(limit_id: str) -> Generator[None]:
 
 
 def is_accepted(status: bytes) -> bool:
-    """Whether the status of a reply says that the call did its work."""
+    """Whether the status of a reply means that the call succeeded."""
     return status in _ACCEPTED or status.startswith(_TELLING)
 
 
@@ -118,12 +120,12 @@ class decoding:  # noqa: N801 - reads as a statement: with decoding(reply, …)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, MISFITS):
-            # Without the cause, which may quote the reply.
+            # Drop the cause, which may quote the reply.
             raise unreadable(*self._about) from None
 
 
 def proof(holder: Handle | Fence) -> str:
-    """The fence as the functions compare it; another backend's handle proves nothing here."""
+    """The fence in the form that functions compare; rejects handles of other backends."""
     if not isinstance(holder, Handle):
         return check.fence(holder)
     if holder.backend != "valkey":
@@ -139,7 +141,7 @@ def proof(holder: Handle | Fence) -> str:
 async def at_once(
     limit: int, call: Callable[[Item], Awaitable[T]], items: Iterable[Item]
 ) -> list[T]:
-    """What the call returns for each item, in order; at most `limit` are under way."""
+    """The results of a call for each item, in order; at most `limit` run at a time."""
     gate = asyncio.Semaphore(limit)
 
     async def passing(item: Item) -> T:
@@ -152,7 +154,7 @@ async def at_once(
 async def finished(
     limit: int, call: Callable[[Item], Awaitable[T]], items: Iterable[Item]
 ) -> list[T]:
-    """`at_once` that raises the first error only when no call is under way any longer."""
+    """`at_once`, but raises the first error only after all calls have ended."""
 
     async def outcome(item: Item) -> tuple[Item, T | EngineError]:
         try:
@@ -164,7 +166,7 @@ async def finished(
 
 
 class FunctionCalls:
-    """What the concerns share: the transport, the partition counts, the largest payload."""
+    """What all concerns share: the transport, the partition counts, the payload limit."""
 
     def __init__(
         self, transport: Transport, counts: PartitionCounts, max_payload_bytes: int = 1 << 20
@@ -174,7 +176,7 @@ class FunctionCalls:
         self.max_payload_bytes = max_payload_bytes
         self._warned: set[tuple[str, str]] = set()
         self.on_returns: Callable[[Sequence[str]], None] = lambda _: None
-        """Called with partitions whose runs gave something back to budgets or quotas."""
+        """Called with partitions whose runs returned something to budgets or quotas."""
 
     async def fcall(
         self, function: str, tag: str, args: Sequence[Arg], *, op: str, replay_safe: bool = True
@@ -209,14 +211,14 @@ class FunctionCalls:
         raise refused(envelope, function, op, _subject(args))
 
     def _hear(self, status: bytes) -> None:
-        told = [word.decode() for word in status.split()[1:]]
-        if tags := [word for word in told if word.startswith("{")]:
+        notes = [word.decode() for word in status.split()[1:]]
+        if tags := [word for word in notes if word.startswith("{")]:
             self.on_returns(tags)
-        if len(told) > len(tags) and (meter := metrics.active()) is not None:
-            count_effects(meter, told[len(tags) :])
+        if len(notes) > len(tags) and (meter := metrics.active()) is not None:
+            count_effects(meter, notes[len(tags) :])
 
     async def promptly(self, answer: Awaitable[T]) -> T:
-        """The answer to a read; a node of a cluster that is away must not hold up the others."""
+        """The answer to a read, with a timeout, so that a lost node does not delay others."""
         if not self.transport.is_cluster:
             return await answer
         try:
@@ -255,14 +257,14 @@ class FunctionCalls:
         return faults
 
     async def read(self, place: str, command: str, key: str | bytes, *args: Arg) -> Any:
-        """The reply to one reading command; a key of the wrong type is corruption of `place`."""
+        """The reply to a reading command; raises `corruption` of `place` for a wrong key type."""
         try:
             return await self.transport.call(command, key, *args, key=key)
         except TransportError as error:
             raise _typed(error, place) from None
 
     async def existing(self, names: Sequence[str]) -> list[str]:
-        """The keys that exist; on a single server, one command tells that none does."""
+        """The keys that exist; on a single server, one command checks whether any does."""
         call = self.transport.call
         if not self.transport.is_cluster and not await call("EXISTS", *names, key=names[0]):
             return []
@@ -290,7 +292,7 @@ class FunctionCalls:
         op: str = "",
         replay_safe: bool = True,
     ) -> T:
-        """What `decode` makes of the reply; raises `ReplyError` if it cannot decode it."""
+        """The decoded reply; raises `ReplyError` if `decode` fails."""
         op = op or function.removeprefix("ff_")
         reply = await self.fcall(function, tag, args, op=op, replay_safe=replay_safe)
         with decoding(reply, function, op, _subject(args)):
@@ -306,7 +308,7 @@ class FunctionCalls:
         op: str = "",
         replay_safe: bool = True,
     ) -> T:
-        """`ask` about one execution, which is checked and sent as the first argument."""
+        """`ask` about one execution, whose id is checked and sent as the first argument."""
         known = self.checked(execution_id)
         return await self.ask(
             function, known.tag, (known, *args), decode, op=op, replay_safe=replay_safe
@@ -317,22 +319,22 @@ class FunctionCalls:
         function: str,
         tag: str,
         *args: Arg,
-        told: Callable[[str, Sequence[Any]], None] | None = None,
+        on_rest: Callable[[str, Sequence[Any]], None] | None = None,
     ) -> list[str]:
-        """One word per item, from functions that scanners call; an item may be malformed.
+        """One word per item, from functions that scanners call; items may be malformed.
 
-        `told` gets what the reply says beside them.
+        `on_rest` receives the rest of the reply.
         """
 
         def decode(reply: list[Any]) -> list[str]:
-            if told is not None:
-                told(tag, reply[3:])
+            if on_rest is not None:
+                on_rest(tag, reply[3:])
             return [_readable(answer) for answer in reply[2]]
 
         return await self.ask(function, tag, as_stored(args), decode)
 
     async def server_time_ms(self) -> int:
-        """The engine's clock; in a cluster, another node tells it if the usual one is away."""
+        """The engine's clock; in a cluster, any other node is asked if the usual one is away."""
         usual = "{fp:0}"
         try:
             return await self.promptly(self._time_at(usual))
@@ -415,7 +417,7 @@ def _subject(args: Sequence[Arg]) -> str:
 
 
 def split(items: Iterable[Tagged], size: int, *, apart: bool) -> list[list[Tagged]]:
-    """Groups of at most `size` items; with `apart`, as in clusters, of one partition's tag each."""
+    """Groups of at most `size` items; with `apart`, as in clusters, one partition per group."""
     groups: list[list[Tagged]] = []
     for item in sorted(items, key=itemgetter(0)) if apart else items:
         if not groups or len(groups[-1]) >= size or (apart and groups[-1][0][0] != item[0]):
@@ -427,7 +429,7 @@ def split(items: Iterable[Tagged], size: int, *, apart: bool) -> list[list[Tagge
 async def call_each(
     groups: list[list[Tagged]], call: Callable[[list[Tagged]], Awaitable[Answer]]
 ) -> list[tuple[list[Tagged], Answer | EngineError]]:
-    """Each group with the answer to its call, or with the error that the call raised."""
+    """Each group with the answer to its call, or its error."""
 
     async def outcome(group: list[Tagged]) -> tuple[list[Tagged], Answer | EngineError]:
         try:
@@ -447,7 +449,7 @@ def raised(outcomes: Iterable[tuple[object, Answer | EngineError]]) -> Iterator[
 
 
 def places_of(pairs: Iterable[tuple[str, str]]) -> list[str | int]:
-    """Arguments that name things of partitions: per tag the number of names, then the names."""
+    """Names per partition as arguments: tag, number of names, then the names."""
     names: dict[str, list[str]] = {}
     for tag, name in pairs:
         names.setdefault(tag, []).append(name)

@@ -122,7 +122,7 @@ def has_data() -> bool:
 
 
 def _exists(path: Path) -> bool:
-    # Unlike Path.exists, raises for a folder that we may not read.
+    # Unlike Path.exists, this raises an error for an unreadable folder.
     try:
         path.lstat()
     except FileNotFoundError:
@@ -131,7 +131,7 @@ def _exists(path: Path) -> bool:
 
 
 def no_data() -> tuple[str, str]:
-    """What to say where `has_data` is false, and what to do about it."""
+    """The error and advice to show if `has_data` is false."""
     advice = (
         "run `flowfabric worker module:app` or submit something from your program; "
         "for another deployment, set FF_URL (or --url) or FF_DATA_DIR"
@@ -158,7 +158,7 @@ class ValkeyLocation:
         self._server: EmbeddedServer | None = None
         self._releases = 0
         self._users: dict[object, asyncio.AbstractEventLoop] = {}
-        """The open backends, each with its event loop: threads may each run a loop of their own."""
+        """The open backends, each with its event loop, because every thread may run one."""
         self._close_after_users = False
         self._lock = threading.Lock()
 
@@ -184,7 +184,7 @@ class ValkeyLocation:
         return server.address
 
     def _acquire(self, releases: int) -> None:
-        """In a thread, which cannot be cancelled: a second hold, or one after `close`, is freed."""
+        """Runs on a thread, which cannot be cancelled; releases a second or late hold."""
         server = start_embedded()
         with self._lock:
             if self._server is None and self._releases == releases:
@@ -193,7 +193,7 @@ class ValkeyLocation:
         server.release()
 
     async def open_server(self) -> Backend:
-        """A backend for a server process; `doctor` finds it by the name of its connections."""
+        """A backend for a server process; `doctor` finds it by its connection name."""
         host = "".join(c for c in socket.gethostname() if c.isascii() and c.isprintable())
         name = f"{meta.SERVER_NAME}{host.replace(' ', '')}:{os.getpid()}"
         return await self.open(name=name, prepare=True)
@@ -240,7 +240,7 @@ class ValkeyLocation:
         except ConfigError as error:
             if not self.embedded or error.field != "partition_config":
                 raise
-        # The first start was interrupted. Any program that uses the folder may finish it.
+        # The first start was interrupted; any program that uses the folder may complete it.
         await (await self.open(name=name)).aclose()
         return await join(transport, owned=True)
 
@@ -275,7 +275,7 @@ class ValkeyLocation:
         return found
 
     def _mint_secret(self) -> str:
-        """The secret of the data folder: an embedded Valkey needs no configured one."""
+        """The secret of the data folder, because an embedded Valkey needs no configured one."""
         from flowfabric.valkey.embedded_folder import folder_secret  # noqa: PLC0415
 
         if self._server is None:
@@ -299,7 +299,7 @@ class ValkeyLocation:
 
     def _release_unused(self) -> None:
         with self._lock:
-            # A loop that has ended may have left its backends unclosed.
+            # A closed loop may have left its backends open.
             if not all(loop.is_closed() for loop in self._users.values()):
                 return
             server, self._server = self._server, None

@@ -1,4 +1,4 @@
-"""What the functions that create executions are given."""
+"""The arguments of the functions that create executions."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 def packed_options(item: NewExecution) -> bytes:
-    """What an item of `ff_create` carries besides its id, kind and payload."""
+    """The options of an item of `ff_create`, packed."""
     options = creation_options(item)
     if item.flow_id is not None:
         options |= _membership(item.flow_id, item)
@@ -21,7 +21,7 @@ def packed_options(item: NewExecution) -> bytes:
 
 
 def creation_options(item: NewExecution) -> dict[str, Any]:
-    """What differs from the defaults; nothing else is sent."""
+    """The options that differ from their defaults."""
     options: dict[str, Any] = {}
     if item.namespace != "default":
         options["ns"] = item.namespace

@@ -1,4 +1,4 @@
-"""Continue in the background with the steps that were too many for one call."""
+"""Continues flow updates in the background that exceeded the limit of one call."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ Step = Callable[[], Awaitable[bool]]
 
 
 class CascadeDrains:
-    """One task per partition at a time; scanners do the same work if the process ends."""
+    """Runs one task per partition at a time; scanners take over if the process ends."""
 
     def __init__(self, calls: FunctionCalls) -> None:
         self._calls = calls
@@ -28,21 +28,21 @@ class CascadeDrains:
         """Sends the messages of a partition to others."""
         forget_on_fork(self)
 
-    def note(self, tag: str, told: Sequence[Any]) -> None:
-        """Continue if the end of a reply says that something is left."""
-        if not told or told[0] is None:
+    def note(self, tag: str, cascade_counts: Sequence[Any]) -> None:
+        """Continue in the background if the end of a reply says that something is left."""
+        if not cascade_counts or cascade_counts[0] is None:
             return
-        if told[0][_PENDING]:
+        if cascade_counts[0][_PENDING]:
             self.drain(tag)
-        _count_resolved("inline", told[0][0])
-        _count_hops(told[0][1])
+        _count_resolved("inline", cascade_counts[0][0])
+        _count_hops(cascade_counts[0][1])
 
-    def told(self, tag: str, told: Sequence[Any]) -> CascadeCounts | None:
-        """What the end of a reply says that its call did for other members; None if nothing."""
-        self.note(tag, told)
-        if not told or told[0] is None:
+    def cascade_counts(self, tag: str, cascade_counts: Sequence[Any]) -> CascadeCounts | None:
+        """The effects on other members, from the end of a reply; None if there were none."""
+        self.note(tag, cascade_counts)
+        if not cascade_counts or cascade_counts[0] is None:
             return None
-        *counts, pending = told[0]
+        *counts, pending = cascade_counts[0]
         return CascadeCounts(*counts, pending=pending == 1)
 
     def drain(self, tag: str) -> None:
@@ -95,7 +95,7 @@ class CascadeDrains:
             await asyncio.wait(tasks)
 
     async def aclose(self) -> None:
-        """Stop; what is left stays stored."""
+        """Stop; the remaining work stays stored."""
         self._closed = True
         tasks = list(self._tasks.values())
         for task in tasks:
@@ -104,13 +104,13 @@ class CascadeDrains:
             await asyncio.wait(tasks)
 
     def forget(self) -> None:
-        """In a forked child: the parent's tasks stay the parent's."""
+        """In a forked child: leave the parent's tasks alone."""
         self._tasks = {}
         self._again = set()
 
 
 def _count_hops(promoted: int) -> None:
-    """Members that the call which ended their upstream released, at once."""
+    """Count members that were released by the call that ended their upstream."""
     if promoted and (meter := metrics.active()) is not None:
         meter.observe("ff_dag_hop_seconds", 0.0, times=promoted)
 

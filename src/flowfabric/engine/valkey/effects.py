@@ -1,4 +1,4 @@
-"""What a call did besides its answer, as its reply says it, in the metrics of this process."""
+"""Counts the side effects that a reply reports in the metrics of this process."""
 
 from collections.abc import Iterable
 from urllib.parse import unquote
@@ -12,7 +12,7 @@ def count_effects(meter: Meter, effects: Iterable[str]) -> None:
     >>> count_effects(Meter(), ["Fcompleted", "Stimed_out:1500"])
     """
     for effect in effects:
-        # A reason may contain a colon itself.
+        # A reason may contain a colon.
         kind, (first, _, last) = effect[0], effect[1:].rpartition(":")
         if kind == "F":
             meter.count("ff_flow_terminal_total", last)

@@ -50,7 +50,7 @@ class ValkeyExecutions(api.Executions):
         self._drains = drains
         self._keyed = KeyedCreation(calls, places.placements)
         self.on_place_changed: Callable[[str, ExecutionId, int], Awaitable[None]] | None = None
-        """Told that one that waits for a quota policy has a new place among those that wait."""
+        """Called when the place of an execution among those that wait for a quota has changed."""
 
     async def create_execution(self, new: NewExecution) -> executions.CreateOutcome:
         check.instance(new, NewExecution, "new")
@@ -179,7 +179,7 @@ class ValkeyExecutions(api.Executions):
         if error := _completion_error(answer, execution_id):
             raise error
         return executions.Completed(
-            execution_id, cascade=self._drains.told(execution_id.tag, reply[3:])
+            execution_id, cascade=self._drains.cascade_counts(execution_id.tag, reply[3:])
         )
 
     def _completion_args(
@@ -214,7 +214,7 @@ class ValkeyExecutions(api.Executions):
     def ends(
         self, items: Sequence[api.End], outcomes: Outcomes, tag: str = "", *, failures: bool = False
     ) -> dict[str, tuple[list[int], list[Any]]]:
-        """By partition, or all for `tag`, the valid items' positions and arguments."""
+        """The positions and arguments of valid items, by partition, or all under `tag`."""
         batches: dict[str, tuple[list[int], list[Any]]] = {}
         for position, item in enumerate(items):
             try:
@@ -233,7 +233,7 @@ class ValkeyExecutions(api.Executions):
         if type(item) is not api.Completion:
             item = check.instance(item, api.Completion, "items")
         handle = item.handle
-        # A handle that a claim made needs no look at its parts.
+        # A handle from a claim needs no check of its parts.
         if type(handle) is not Handle or type(handle.execution_id) is not ExecutionId:
             check.handle(handle)
         return self._completion_args(
@@ -292,7 +292,7 @@ class ValkeyExecutions(api.Executions):
             if reply[2] == b"retry_scheduled":
                 return executions.RetryScheduled(int(reply[3]), int(reply[4]))
             if reply[2] == b"terminal_failed":
-                return executions.TerminalFailed(self._drains.told(known.tag, reply[5:]))
+                return executions.TerminalFailed(self._drains.cascade_counts(known.tag, reply[5:]))
             raise ValueError(reply)
 
         return await self._calls.ask_about(known, "ff_fail", args, outcome)
@@ -311,7 +311,9 @@ class ValkeyExecutions(api.Executions):
         known = ExecutionId(execution_id)
 
         def outcome(reply: list[Any]) -> executions.Cancelled:
-            return _ENDED[reply[2]](known, cascade=self._drains.told(known.tag, reply[3:]))
+            return _ENDED[reply[2]](
+                known, cascade=self._drains.cascade_counts(known.tag, reply[3:])
+            )
 
         return await self._calls.ask_about(execution_id, "ff_cancel", args, outcome)
 

@@ -73,7 +73,7 @@ _NUMBERS = frozenset(
 
 
 class _FeedLink:
-    """Blocks on a connection of its own; polls where one read cannot cover the feeds."""
+    """Blocks on its own connection; polls if one read cannot cover the feeds."""
 
     def __init__(self, calls: FunctionCalls) -> None:
         self._calls = calls
@@ -82,13 +82,13 @@ class _FeedLink:
         self._closed = False
 
     async def read(self, positions: Mapping[str, Position], count: int, wait_s: float) -> Pages:
-        # In a cluster only a call of the transport finds out that a slot has moved.
+        # In a cluster, only calls through the transport discover that a slot has moved.
         if self._calls.transport.is_cluster and (len(positions) > 1 or not wait_s):
             return await self._poll(positions, count, wait_s)
         try:
             return await self._block(positions, count, wait_s)
         except BaseException:
-            # A read given up would answer the next one.
+            # Close the connection: the reply to an abandoned read would answer the next one.
             self._drop("the read was given up")
             raise
 
@@ -161,7 +161,7 @@ class ValkeyFeeds:
         return self._used[1] + (await self._written(of_others) if of_operators else [])
 
     async def _written(self, feeds: Sequence[str]) -> list[str]:
-        """The feeds that have entries: a poll of all would cost a command each."""
+        """The feeds that have entries, because polling all would cost one command each."""
         if self._others is None or time.monotonic() - self._others[0] > _LIST_EVERY_S:
             states = await asyncio.gather(*map(self._info, feeds))
             found = [feed for feed, state in zip(feeds, states, strict=True) if state is not None]
@@ -266,8 +266,8 @@ def _state(raw: Mapping[bytes, Any], maxlen: int) -> FeedState:
     if raw[b"entries-added"] == raw[b"length"]:
         trimmed = BEGINNING
     elif deleted > BEGINNING and raw[b"length"] < maxlen:
-        # Trimming by age deletes its newest entry; trimming by length leaves no such trace,
-        # but only a full feed is trimmed so.
+        # Trimming by age shows in the newest deleted entry. Trimming by length does not, but only
+        # happens to full feeds.
         trimmed = deleted
     else:
         trimmed = oldest

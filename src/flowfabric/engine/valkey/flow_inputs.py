@@ -1,4 +1,4 @@
-"""What upstreams pass to a member: with its claim, or in pages where that is too much for one."""
+"""The inputs of a member: part of its claim, or read in pages if they are too large."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, text
 
 UNREAD = flows.FlowInputs()
-"""Stands for inputs that are too many, or too large, for a claim."""
+"""Means that the inputs are too many, or too large, for a claim."""
 
 
 def inputs_of(parts: Sequence[Any] | bytes) -> flows.FlowInputs:
-    """What a claim says about inputs."""
+    """Decode the inputs of a claim."""
     if isinstance(parts, bytes):
         return UNREAD
     passed, fired_by = parts

@@ -1,4 +1,4 @@
-"""Putting a graph into calls that are all short, and its nodes into arguments."""
+"""Splits a graph into short calls, and encodes its nodes as arguments."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.valkey.creation import creation_options
 from flowfabric.engine.valkey.pages import chunks
 
-# What one call writes, so that the server does nothing else for a few milliseconds only.
+# How much one call writes, so that it blocks the server for only a few milliseconds.
 _NODES_AT_ONCE = 100
 _EDGES_AT_ONCE = 120
 _LATE_AT_ONCE = 60
@@ -66,7 +66,7 @@ def _member_options(node: GraphNode, deps: list[Edge]) -> dict[str, Any]:
 
 
 class FlowPart:
-    """What one call adds to a flow: edges of earlier nodes, nodes with their first edges."""
+    """The additions of one call to a flow: edges of earlier nodes, nodes with their first edges."""
 
     def __init__(self, more: Sequence[Edge] = (), late: Sequence[Edge] = ()) -> None:
         self.more = more
@@ -97,7 +97,7 @@ class FlowPart:
 
 
 def flow_parts(items: Sequence[Item], late: Sequence[Edge] = ()) -> Iterator[FlowPart]:
-    """What is added, in calls that are all short. A late edge comes with its upstream if it can."""
+    """The additions, split into short calls. A late edge comes with its upstream if possible."""
     leading: dict[str, list[Edge]] = {}
     for edge in late:
         leading.setdefault(edge[1], []).append(edge)
@@ -116,7 +116,7 @@ def flow_parts(items: Sequence[Item], late: Sequence[Edge] = ()) -> Iterator[Flo
             part = FlowPart(more=[[*edge, execution_id.uuid] for edge in chunk])
     for edges in leading.values():
         left += edges
-    # What one call can take is refused, or stored, as a whole.
+    # What fits in one call is stored or refused as a whole.
     for chunk in chunks(left, _LATE_AT_ONCE):
         if len(part.late) + len(chunk) > _LATE_AT_ONCE:
             yield part
@@ -126,7 +126,7 @@ def flow_parts(items: Sequence[Item], late: Sequence[Edge] = ()) -> Iterator[Flo
 
 
 def item_args(items: Sequence[Item], namespace: str, feeding: Collection[str] = ()) -> list[Any]:
-    """Items as ff_create takes them. `feeding`: keys of nodes that others wait for."""
+    """Items as ff_create expects them. `feeding`: keys of nodes that others wait for."""
     args: list[Any] = []
     for node, execution_id, deps in items:
         options = creation_options(new_member(node, execution_id, namespace or "default"))

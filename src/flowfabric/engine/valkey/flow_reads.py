@@ -57,7 +57,7 @@ class FlowReads:
         return api.tag_of(flow_id, self._calls.counts)
 
     async def _record(self, flow_id: str) -> Stored | None:
-        """The record of a flow that can be seen."""
+        """The record of a visible flow."""
         key = keys.flow(self._tag(flow_id), flow_id)
         raw = await self._calls.read(f"flow {flow_id}", "HGETALL", key)
         stored = Stored.from_hash(f"flow {flow_id}", raw)
@@ -149,7 +149,7 @@ class FlowReads:
     async def _each_flow(
         self, partitions: Sequence[int], after: str, limit: int, where: api.FlowFilter
     ) -> AsyncIterator[tuple[int, str, Any]]:
-        """Partition, id and record of each flow; no record where many were passed over."""
+        """Partition, id and record of each flow; without a record after many skipped flows."""
         tags = [part for pair in where.tags.items() for part in pair]
 
         async def page(index: int, start: str) -> tuple[list[Any], str]:
@@ -228,7 +228,7 @@ class FlowReads:
         lines = keys.into(tag, flow_id, f"{tag}:{child}")
         line = await self._calls.read(place, "HGET", lines, position)
         found = None if line is None else _edge(flow_id, tag, child, line, stored)
-        # The edges of a deleted child are gone, even if another one got its id.
+        # The edges of a deleted child no longer exist, even if a new child has its id.
         return found if found is not None and found.edge_id == edge else None
 
     async def list_edges(
@@ -268,10 +268,10 @@ class FlowReads:
         member, edge = last = start
         if limit <= 0:
             return ListingPage(())
-        # A page is short if it has to pass over very many members without edges.
+        # A page is short if it skips very many members without edges.
         for _ in range(_EDGE_CALLS):
             first = "-" if not member else f"[{member}" if edge else f"({member}"
-            # One more tells whether another page follows.
+            # Read one more to find out whether another page follows.
             args = (flow_id, upstream, first, edge or 0, limit + 1 - len(found))
             reply = await self._calls.fcall("ff_flow_edges", tag, args, op="list_edges")
             since = Stored(f"flow {flow_id}", {"created_at": reply[2]})

@@ -33,12 +33,12 @@ COUNTERS = (
     *("changes", "live", "kept", "node_count", "edge_count", "graph_revision"),
     *(f"members_{state}" for state in _STATES_COUNTED),
 )
-"""What the counters of a flow count, in their stored order."""
+"""The names of a flow's counters, in their stored order."""
 _unpack = msgspec.msgpack.Decoder(list[int]).decode
 
 
 def join_of(stored: Stored) -> JoinPolicy:
-    """How the edges of this child decide."""
+    """The join policy of this child."""
     if not stored.is_set("join"):
         return JoinAll()
     parts = _JOIN.fullmatch(stored.text("join"))
@@ -51,7 +51,7 @@ def join_of(stored: Stored) -> JoinPolicy:
 
 
 def join_snapshot(execution_id: ExecutionId, stored: Stored) -> flows.JoinSnapshot | None:
-    """How far the join of a child is decided; None without applied edges."""
+    """The progress of a child's join; None without applied edges."""
     if not stored.is_set("deps"):
         return None
     try:
@@ -87,7 +87,7 @@ def edge_snapshot(
 
 
 def derived_state(members: Mapping[str, int]) -> flows.FlowState:
-    """What all members together are in."""
+    """The state derived from all members."""
     total = sum(members.values())
     if total and sum(members.get(state, 0) for state in _ENDED) == total:
         return "failed" if any(members.get(state) for state in _FAILED) else "completed"
@@ -107,22 +107,22 @@ def _counters(stored: Stored) -> dict[str, int]:
 
 
 def _members(counters: Mapping[str, int]) -> dict[str, int]:
-    """How many members are in each state that some are in."""
+    """The number of members in each state, without states that have none."""
     return {state: count for state in _STATES_COUNTED if (count := counters[f"members_{state}"])}
 
 
 def is_shown(stored: Stored) -> bool:
-    """Whether the flow can be seen: its submission has ended, and its deletion has not begun."""
+    """Whether the flow is visible: fully submitted and not being deleted."""
     return not stored.is_set("submitting") and not stored.is_set("deleting")
 
 
 def finished_state(stored: Stored) -> flows.FlowState | None:
-    """What a finished flow ended as; None while members are left."""
+    """The state in which a flow finished; None while members have not ended."""
     return derived_state(_members(_counters(stored))) if stored.is_set("finished_at") else None
 
 
 def _is_held(stored: Stored) -> bool:
-    """Whether the members wait for a release; those of a subflow may wait for its parent alone."""
+    """Whether the members wait for a release; a subflow may only wait for its parent."""
     owned = stored.is_set("awaits_parent") and not stored.is_set("hold")
     return stored.is_set("held_from") and not owned
 

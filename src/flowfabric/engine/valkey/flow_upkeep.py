@@ -1,4 +1,4 @@
-"""What the engine does for flows on its own: resolving, draining, auditing, deleting."""
+"""Background work for flows: resolving, draining, auditing, deleting."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ class FlowUpkeep(FlowEnds):
         return flows.FlowDeleted(flow_id)
 
     async def _delete(self, tag: str, flow_id: str, digest: str) -> None:
-        """Delete a flow step by step; with a digest, a submission that did not end."""
+        """Delete a flow step by step; with a digest, an incomplete submission."""
         begun = False
         while True:
             try:

@@ -37,7 +37,7 @@ from flowfabric.engine.valkey.flow_parts import (
 )
 from flowfabric.engine.valkey.flow_upkeep import FlowUpkeep
 
-# Tags in another order are the same tags.
+# The order of tags does not matter.
 _digest = msgspec.msgpack.Encoder(order="deterministic").encode
 _pack = msgspec.msgpack.Encoder().encode
 
@@ -93,7 +93,7 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         try:
             reply = await self._submit(tag, graph, header, parts)
         except EngineError as error:
-            # An answer that was lost may have come too late: a repeat completes the submission.
+            # The caller may repeat the call after a lost answer, which completes the submission.
             if len(parts) > 1 and not isinstance(error, TransportError):
                 with contextlib.suppress(EngineError):
                     await self._delete(tag, graph.flow_id, header["digest"])
@@ -106,7 +106,7 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
     async def _owned(
         self, graph: FlowGraph, parent_execution_id: ExecutionId, *, spread: bool
     ) -> tuple[FlowGraph, dict[str, Any]]:
-        """The graph with the id of a flow that the parent owns, and what its submission adds."""
+        """The graph with the id of its subflow, and the arguments that name its parent."""
         parent = self._calls.checked(parent_execution_id, "parent_execution_id")
         if not graph.flow_id:
             place = f"{parent}: record"
@@ -207,7 +207,7 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         for part in part_args(items, late, ""):
             args = (execution_id, proof(handle), int(wait), *part)
             reply = await self._calls.fcall("ff_spawn", tag, args, op="spawn_children")
-            cascade = self._drains.told(tag, reply[4:])
+            cascade = self._drains.cascade_counts(tag, reply[4:])
             if reply[2] == b"moved":
                 break
         ids = {node.key: child for node, child, _ in items}
@@ -333,7 +333,7 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         )
         if reply[2] == b"already_applied":
             return flows.AlreadyApplied()
-        cascade = self._drains.told(self._tag(flow_id), reply[5:])
+        cascade = self._drains.cascade_counts(self._tag(flow_id), reply[5:])
         return flows.EdgeApplied(int(reply[3]), text(reply[4]), cascade=cascade)
 
     async def add_dependency(
@@ -355,7 +355,7 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
         reply = await self._calls.fcall("ff_stage_edge", tag, (*args, 1), op="add_dependency")
         if reply[2] == b"already_applied":
             return flows.AlreadyApplied()
-        cascade = self._drains.told(tag, reply[6:])
+        cascade = self._drains.cascade_counts(tag, reply[6:])
         return flows.EdgeApplied(int(reply[4]), text(reply[5]), int(reply[3]), cascade)
 
     async def set_edge_group_policy(
@@ -382,7 +382,7 @@ class ValkeyFlows(FlowUpkeep, api.Flows):
 
 
 def _untraced(graph: FlowGraph) -> FlowGraph:
-    """The graph without trace contexts, which differ when it is submitted again."""
+    """The graph without trace contexts, which differ between submissions."""
     if not graph.nodes or TRACE_TAG not in graph.nodes[0].tags:
         return graph
     nodes = (

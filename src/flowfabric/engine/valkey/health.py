@@ -34,17 +34,17 @@ _HOLES: dict[tuple[int, int], dict[int, str]] = {
     },
     (9, 0): {3: "CVE-2025-67733", 4: "CVE-2026-23631"},
 }
-"""By release series: the patch level that fixes holes in the scripting engine."""
+"""The patch level that fixes vulnerabilities of the scripting engine, by release series."""
 _LOOPBACK = re.compile(r"-?(127\.[\d.]+|::1|localhost)").fullmatch
 _version = re.compile(r"^valkey_version:(\d+)\.(\d+)\.(\d+)", re.MULTILINE).search
 
 Facts = dict[str, dict[str, str]]
-"""What each server reports, by its address."""
+"""The reported values of each server, by its address."""
 
 
 async def health_findings(transport: Transport) -> list[Finding]:
     """Check every primary; skip what a server does not show."""
-    # No wrapper around the coroutines: cancelled before it starts, it would never await them.
+    # Not wrapped in another coroutine: one cancelled before it starts would never await these.
     read = await asyncio.gather(
         _settings(transport, "maxmemory-policy", "appendonly", "appendfsync"),
         server_facts(transport, "memory", "persistence", "replication"),
@@ -60,7 +60,7 @@ async def health_findings(transport: Transport) -> list[Finding]:
 
 
 async def log_findings(transport: Transport) -> None:
-    """Warn of what puts work at risk. Never raises: the server works without these checks."""
+    """Warn about settings that put work at risk. Never raises an error."""
     try:
         findings = await health_findings(transport)
     except EngineError as error:
@@ -146,7 +146,7 @@ async def _clock(transport: Transport) -> Finding:
 
 
 def _shown(read: Facts | BaseException) -> Facts:
-    """What was read; nothing if the server does not show it."""
+    """The result of a read; empty if the server does not show it."""
     if isinstance(read, EngineError):
         # Managed servers often forbid CONFIG.
         log.debug("cannot read the settings or the state of the server: %s", read)

@@ -12,13 +12,13 @@ NAMESPACES = "ff:idx:namespaces"
 DRAINS = "ff:idx:drains"
 """Namespaces in which workers are being drained."""
 PARTITIONS = "ff:idx:partitions"
-"""Flow partitions that hold or held work; scanners visit no others."""
+"""Flow partitions that hold or held work; scanners only visit these."""
 LEADERS_TAG = "{scanners}"
 LEADER_REPORT = f"ff:leader:{LEADERS_TAG}:report"
-"""What the process that runs all scanners reports about them."""
+"""The report of the process that runs all scanners."""
 _WAKE = "ff:wake:"
 _BELL_MARK = "\x1f"
-"""Lane names have no control characters."""
+"""Separates lane and signature; lane names have no control characters."""
 
 
 def lane_part(lane: str) -> str:
@@ -53,7 +53,7 @@ suspension = _of_execution("suspension:current")
 met = _of_execution("suspension:met")
 """The last suspension whose condition was met before it began."""
 pending_waitpoints = _of_execution("waitpoints:pending")
-"""Those that no suspension has used yet."""
+"""Waitpoints that no suspension has used yet."""
 
 
 def _of_flow(part: str) -> Callable[[str, str], str]:
@@ -75,7 +75,7 @@ def into(tag: str, flow_id: str, execution_id: str) -> str:
 
 
 def attempt(tag: str, execution_id: str, number: int | str) -> str:
-    """An earlier attempt, kept once the record describes a later one."""
+    """An earlier attempt, kept when the record describes a later one."""
     return f"ff:attempt:{tag}:{execution_id}:{number}"
 
 

@@ -33,7 +33,7 @@ class ValkeyLeases(Leases):
         self._places = places
         self._scores = ScoreIndexes(calls)
         self.on_slots_renewed: Callable[[Mapping[str, Sequence[Slot]]], None] | None = None
-        """Gets the slots of renewed leases, by quota policy."""
+        """Called with the quota slots of renewed leases, by quota policy."""
 
     async def renew_lease(
         self, execution_id: ExecutionId, fence: Handle | leases.Fence, lease_ttl_ms: int
@@ -85,7 +85,7 @@ class ValkeyLeases(Leases):
         return outcomes  # pyright: ignore[reportReturnType]
 
     def _keep_slots(self, answers: Iterable[tuple[ExecutionId, Any]]) -> None:
-        """Confirm the slots of renewed runs: their claims may have failed to."""
+        """Confirm the quota slots of renewed runs, in case their claims failed to."""
         slots: dict[str, list[Slot]] = {}
         for execution_id, answer in answers:
             match answer:
@@ -143,7 +143,7 @@ class ValkeyLeases(Leases):
         damage = Damage("list_expired_leases")
         due = await self._due(moment, start, limit + 1, at_once, damage)
         found = await damage.keep_all(self._lease(*each, moment, namespace) for each in due[:limit])
-        # A page is short if some of its candidates were renewed, or are of other namespaces.
+        # A page is short if candidates were renewed or belong to other namespaces.
         last = due[limit - 1] if len(due) > limit else None
         return ExpiredLeases(tuple(filter(None, found)), last, tuple(damage.found))
 
@@ -157,7 +157,7 @@ class ValkeyLeases(Leases):
         places = await self._places.lanes_by_partition()
         due: list[Due] = []
         for part in chunks(sorted(places), at_once):
-            # What ends after a full page is not on it.
+            # Leases that expire after a full page are not on it.
             most = due[-1][0] if len(due) == count else moment
             names = [keys.lane(tag, lane, "active") for tag in part for lane in places[tag]]
             pages = await asyncio.gather(
@@ -171,7 +171,7 @@ class ValkeyLeases(Leases):
     async def _lease(
         self, expiry: int, execution_id: ExecutionId, moment: int, namespace: str | None
     ) -> ExpiredLease | None:
-        """The lease, unless it was renewed, released or claimed anew since the index was read."""
+        """The lease, unless it was renewed, released or replaced since the index was read."""
         record = await Record.read(self._calls, execution_id)
         lease = None if record is None else record.current_lease
         if record is None or lease is None or lease.expires_at != expiry:

@@ -19,7 +19,7 @@ from flowfabric.valkey.transport import Ask, Transport
 
 log = logging.getLogger(__name__)
 LIBRARY_VERSION = 45
-"""Rises whenever a function's arguments, reply or the set of names change."""
+"""Raised whenever the set of functions, or the arguments or reply of one, changes."""
 MIN_CLIENT = 42
 """The oldest library version whose callers this library still serves."""
 _EVENTS_MAXLEN = 10_000
@@ -27,7 +27,7 @@ _CASCADE_UNITS = 128
 _MAX_CASCADE_UNITS = 1000
 LOAD_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 7.0)
 """How long a load waits after each transient fault, before it gives up (09 §1.4)."""
-# A load, a check, and a second try if another process interfered.
+# One load and check, and a second try if another process interfered.
 _LOAD_ROUNDS = 4
 _EXISTS = "Library 'flowfabric' already exists"
 _TRANSIENT_KINDS = frozenset({"cluster", "read_only", "busy_loading", "transport", "timeout"})
@@ -41,11 +41,11 @@ class LibraryInfo(msgspec.Struct, frozen=True):
     min_client: int
     events_maxlen: int = _EVENTS_MAXLEN
     cluster: bool = False
-    """Whether it rings doorbells the way a cluster needs."""
+    """Whether it rings doorbells in the way that a cluster needs."""
     extended: bool = False
     """Whether it has functions that are not part of the package; see `include`."""
     cascade_units: int = _CASCADE_UNITS
-    """How much one call does for members that depend on others."""
+    """How many dependent members one call may resolve."""
 
 
 def _sources(folder: Traversable) -> list[str]:
@@ -57,7 +57,7 @@ _extensions: list[str] = []
 
 
 def include(source: str) -> None:
-    """Add Lua functions for tests; a process that does not have them refuses the server."""
+    """Add Lua functions for tests; processes without them refuse to use the server."""
     if source not in _extensions:
         _extensions.append(source)
         _body.cache_clear()
@@ -73,7 +73,7 @@ def _body() -> tuple[str, str]:
     """The assembled code without its settings, and the hash that identifies it."""
     root = files("flowfabric") / "lua"
     modules, *helpers = _sources(root / "lib")
-    # Every other file gets a scope of its own: Lua allows 200 locals in one.
+    # Every other file gets its own scope, because Lua allows only 200 locals in one.
     scoped = [*helpers, *_sources(root / "functions"), *_extensions]
     body = "\n".join([modules, *(f"do\n{text}\nend\n" for text in scoped)])
     return body, hashlib.sha256(body.encode()).hexdigest()[:16]
@@ -91,7 +91,7 @@ def _assemble(*, cluster: bool, events_maxlen: int, cascade_units: int = _CASCAD
 
 
 Stored = Mapping[str, LibraryInfo | None]
-"""What each primary has loaded; None where the library is missing."""
+"""The library on each primary; None where it is missing."""
 
 
 class LibraryConflictError(UnavailableError):
@@ -120,7 +120,7 @@ class _Rules(msgspec.Struct, frozen=True):
     cascade_units: int | None
 
     def must_load(self, node: str, stored: LibraryInfo | None) -> bool:
-        """Whether to load ours; raises when ours can neither use nor replace the stored one."""
+        """Whether to load ours; an error if the stored one can be neither used nor replaced."""
         if stored is None:
             return True
         found = f"{node} has version {stored.version}"
@@ -162,7 +162,7 @@ class _Rules(msgspec.Struct, frozen=True):
         return other_length or other_units or stored.cluster != self.cluster
 
     def code(self, stored: LibraryInfo | None) -> str:
-        """Our library, with the settings of the one it replaces where this process has none."""
+        """Our library; settings that this process lacks come from the replaced one."""
         length = _EVENTS_MAXLEN if stored is None else stored.events_maxlen
         units = _CASCADE_UNITS if stored is None else stored.cascade_units
         return _assemble(
@@ -179,7 +179,7 @@ async def _read(ask: Ask) -> LibraryInfo | None:
         if error.kind == "script_not_loaded":
             return None
         raise
-    # Other versions report fewer settings, or more.
+    # Other versions may report fewer or more settings.
     return LibraryInfo(version, content_hash.decode(), *more[:5])
 
 
@@ -222,7 +222,7 @@ async def library_fits(transport: Transport, *, owned: bool = False) -> bool:
     """Whether every primary can serve this process; raises on a conflict. Loads nothing."""
     rules = _rules(transport, owned=owned, only_joining=False)
     found = await read_primaries(transport)
-    # All are checked: a conflict on one must show even if another only lacks the library.
+    # Check all primaries: a conflict on one must be reported even if another lacks the library.
     return not [node for node, stored in found.items() if rules.must_load(node, stored)]
 
 
@@ -236,11 +236,10 @@ async def ensure_library(
 ) -> bool:
     """Make sure that every primary has a library this process can call; True if it loaded one.
 
-    Never replaces a newer library, and repeats once after each of `pauses` in case of transient
-    faults. `owned`: the server belongs
-    to this project, so other content of the same version is replaced. `only_joining` keeps an
-    older library whose callers ours would not serve, and the settings. `found` saves the first
-    check.
+    Never replaces a newer library. Retries after each of `pauses` on transient faults. `owned`: the
+    server belongs to this project, so other content of the same version is replaced. `only_joining`
+    keeps the settings, and an older library whose callers ours would not serve. `found` saves the
+    first check.
     """
     rules = _rules(transport, owned=owned, only_joining=only_joining)
     left = iter(pauses)
@@ -265,7 +264,7 @@ async def ensure_library(
 async def _log_retry(transport: Transport, error: TransportError, pause: float) -> None:
     extra: dict[str, Any] = {"action": "library_not_loaded", "error": str(error)}
     if error.kind == "read_only":
-        # A replica was taken for a primary: show the cluster as this process sees it.
+        # A replica was mistaken for a primary: log the cluster as this process sees it.
         with suppress(TransportError):
             extra["primaries"] = sorted(await transport.primaries())
     text = "function library not loaded yet, retrying in %g s: %s"

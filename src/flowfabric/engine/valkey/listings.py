@@ -23,8 +23,8 @@ from flowfabric.engine.valkey.score_indexes import ScoreIndexes
 from flowfabric.valkey.transport import Arg
 
 _MAX_PAGE = 1000
-# These have one index per set of required capabilities. What no live worker can take waits in
-# `eligible` indexes like the rest, but is listed and counted as blocked by its route.
+# These have one index per set of required capabilities. Executions that no live worker can take are
+# in `eligible` indexes like the rest, but are listed and counted as blocked by their route.
 _BY_SIGNATURE = {
     "eligible": keys.eligible,
     "reclaimable": keys.reclaimable,
@@ -156,7 +156,7 @@ class ValkeyListings(Listings):
     ) -> dict[Place, dict[str, int]]:
         """By partition and lane: how many executions of a wanted lane are in each state there.
 
-        Without `by_route`, what no live worker can take is eligible like the rest.
+        Without `by_route`, executions that no live worker can take count as eligible.
         """
         counted = await self._lane_reads.count(wanted)
         apart = {place: each.by_signature for place, each in counted.items()}
@@ -179,7 +179,7 @@ class ValkeyListings(Listings):
         return ages
 
     async def _untaken(self, signatures: Mapping[Place, Iterable[str]]) -> frozenset[LaneSignature]:
-        """The lanes with those of their signatures for which there is no live worker."""
+        """The signatures of each lane that no live worker covers."""
         used = {
             (lane, each)
             for (_, lane), some in signatures.items()
@@ -202,7 +202,7 @@ class ValkeyListings(Listings):
             return []
         used = await self._places.partitions_in_use() if partition is None else [partition]
         tags = [f"{{fp:{index}}}" for index in used]
-        # `~` sorts after everything a UUID is made of.
+        # `~` sorts after all characters of a UUID.
         bounds = {tag: (f"[{tag}:{uuid_prefix}", f"({tag}:{uuid_prefix}~") for tag in tags}
         found = await asyncio.gather(*(self._listed(tag, *bounds[tag], limit) for tag in tags))
         return [

@@ -1,4 +1,4 @@
-"""The engine itself: clock, capabilities, what puts its work at risk and what to do about it."""
+"""The engine itself: clock, capabilities, and findings about the deployment."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ from flowfabric.valkey.connect import check_server as check_version
 from flowfabric.valkey.transport import Transport
 
 SERVER_NAME = "flowfabric-server:"
-"""How the connections of server processes are named; the host and the pid follow."""
+"""The prefix of the connection names of server processes; host and pid follow."""
 _server_connection = re.compile(rf" name={SERVER_NAME}(\S+) ")
 _IDENTITY = api.Identity("valkey", api.Version(*VERSION), "beta")
 _SKEW_MS = 1000
@@ -108,10 +108,10 @@ async def _library(transport: Transport, *, owned: bool) -> Finding:
 
 async def _skew(transport: Transport) -> Finding:
     before = time.time()
-    # Not the engine's clock: the function library may be missing.
+    # Not the engine's clock, because the function library may be missing.
     reply: Any = await transport.call("TIME", key="")
     server, after = int(reply[0]) + int(reply[1]) / 1_000_000, time.time()
-    # A difference within the round trip may be its delay.
+    # A difference within the round-trip time may be due to the delay.
     skew_s = server - min(max(server, before), after)
     if abs(skew_s) * 1000 < _SKEW_MS:
         return ok("clock skew", f"{abs(skew_s) * 1000:.0f} ms between the server and this host")
@@ -151,9 +151,9 @@ async def check_deployment(
 async def _malformed(
     transport: Transport, registry: str, read: Callable[[], Awaitable[Sized]]
 ) -> Finding | None:
-    """A finding if a registry holds names that it cannot hold; scanners and listings skip them."""
+    """A finding if a registry has malformed names, which scanners and listings skip."""
     stored: Any = await transport.call("SCARD", registry, key=registry)
-    # Read second, so that a name registered in between does not count as malformed.
+    # Read this second, so that a name registered in between does not count as malformed.
     odd = stored - len(await read())
     if odd <= 0:
         return None
@@ -389,5 +389,5 @@ class ValkeyMeta(api.Meta):
     async def wait_ready(self, timeout_s: float) -> None:
         await self._calls.transport.wait_ready(timeout_s)
 
-    def hurry(self, *, leaving: bool = True) -> None:
-        self._calls.transport.hurry(leaving=leaving)
+    def fail_fast(self, *, enabled: bool = True) -> None:
+        self._calls.transport.fail_fast(enabled=enabled)

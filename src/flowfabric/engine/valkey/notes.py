@@ -22,7 +22,7 @@ class ValkeyNotes(Notes):
         return found
 
     async def claim_note(self, name: str, value: bytes, ttl_ms: int) -> bytes | None:
-        # One command. A caller that repeats it after a lost reply finds its own value.
+        # One command; repeated after a lost reply, it returns the caller's own value.
         ttl = check.positive_ms(ttl_ms, "ttl_ms")
         return await self._send("SET", name, check.binary(value, "value"), "NX", "GET", "PX", ttl)
 

@@ -19,14 +19,14 @@ _CHUNK = 500
 
 
 class Damage:
-    """What a listing leaves out: one unreadable record must not hide the others."""
+    """Collects unreadable records of a listing, which must not hide the others."""
 
     def __init__(self, op: str) -> None:
         self._op = op
         self.found: list[str] = []
 
     def keep(self, make: Callable[[], T]) -> T | None:
-        """What `make` returns, or None if it met damage."""
+        """The result of `make`; None for a damaged record."""
         try:
             return make()
         except CorruptionError as error:
@@ -34,7 +34,7 @@ class Damage:
         return None
 
     async def keep_all(self, reads: Iterable[Awaitable[T]]) -> list[T | None]:
-        """What the reads return, in order; None for each that met damage."""
+        """The results of the reads in order; None for each damaged record."""
         return [self._kept(each) for each in await asyncio.gather(*reads, return_exceptions=True)]
 
     def _kept(self, read: T | BaseException) -> T | None:
@@ -56,7 +56,7 @@ class Damage:
             found += (entry for entry in entries if entry is not None)
             if len(found) > limit:
                 return found[:limit], True
-            # Few match: larger steps need fewer round trips.
+            # If few match, larger steps save round trips.
             start, size = start + size, min(2 * size, _CHUNK)
         return found, False
 
@@ -110,7 +110,7 @@ def opened_id(noun: str, cursor: str) -> str:
 
 @contextmanager
 def reading_cursor() -> Generator[None]:
-    """Turn whatever does not fit a cursor's form into `invalid_cursor`."""
+    """Turn errors from a malformed cursor into `invalid_cursor`."""
     try:
         yield
     except (ValueError, EngineError) as error:

@@ -1,4 +1,4 @@
-"""The engine's functions without checks or typed results, for measurements to compare with."""
+"""The engine's functions without checks or typed results, as a baseline for measurements."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from flowfabric.engine.valkey.pages import chunks
 
 _BATCH = 128
 _DEPTH = 3
-"""Calls in flight: the server never waits for the next one, and no queue builds up."""
+"""Calls in flight: enough to keep the server busy, few enough that no queue builds up."""
 
 Call = tuple[str, Sequence[Any]]
 Row = Sequence[Any]

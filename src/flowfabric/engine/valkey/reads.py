@@ -65,8 +65,8 @@ class ValkeyReads(Reads):
     async def _no_route(self, record: Record) -> str | None:
         """Why no live worker can take an execution that waits for one; None if one can.
 
-        Only for executions with requirements, and computed when asked: so it holds from the moment
-        the last such worker is gone until the next one registers, and costs no write.
+        Only for executions with requirements. Computed on demand, so it is exact from the moment
+        the last such worker leaves until the next one registers, and costs no write.
         """
         vector, required = record.state_vector, frozenset(record.required_capabilities)
         must_know = record.offered_to is not None
@@ -214,7 +214,7 @@ class ValkeyReads(Reads):
         )
 
     async def _suspension(self, record: Record) -> Stored:
-        """What a suspended execution waits for and asks; nothing if it is not suspended."""
+        """What a suspended execution waits for, and its question; empty if it is not suspended."""
         names, row = ("waitpoints", "prompt", "details"), [None] * 3
         if record.public_state is PublicState.SUSPENDED:
             row = await self._part(record.execution_id, keys.suspension, "HMGET", *names)
@@ -222,7 +222,7 @@ class ValkeyReads(Reads):
 
 
 def _reclaimed_at(record: Record, grace_ms: int) -> int | None:
-    """When the lane gives an execution to another worker, if it waits after a lost lease."""
+    """When the lane lets another worker take over, if the execution lost its lease."""
     expired = OwnershipState.LEASE_EXPIRED_RECLAIMABLE
     if not grace_ms or record.state_vector.ownership_state is not expired:
         return None
@@ -235,7 +235,7 @@ def _serving(record: Record, fleet: Iterable[WorkerEntry]) -> list[WorkerEntry]:
 
 
 def _route_problem(record: Record, serving: Iterable[WorkerEntry]) -> str | None:
-    """Why none of the workers can take the execution, if it requires something; one must do."""
+    """Why none of the workers can take the execution, if it has requirements."""
     required, kind = frozenset(record.required_capabilities), record.execution_kind
     must_know = record.offered_to is not None
     knowing = [worker for worker in serving if worker.knows(kind, required=must_know)]
@@ -249,7 +249,7 @@ def _route_problem(record: Record, serving: Iterable[WorkerEntry]) -> str | None
 def _blocking(
     record: Record, unknown_task: str | None, serving: Iterable[WorkerEntry]
 ) -> tuple[str, str]:
-    """What it waits for, and the details; no record says that no worker can take it."""
+    """What it waits for, and the details. Records do not store that no worker can take it."""
     reason, problem = record.state_vector.blocking_reason, None
     if reason is BlockingReason.WAITING_FOR_WORKER:
         problem = _route_problem(record, serving)

@@ -47,7 +47,7 @@ _DECODERS: dict[Any, Decoder] = {
     str: lambda stored, name: stored.text(name, ""),
     str | None: Stored.maybe_text,
 }
-"""How a stored field is read, by the type that a view gives it."""
+"""How to decode a stored field, by its type in a view."""
 
 
 def question(stored: Stored) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Record(Stored):
 
     @property
     def last_transition_at(self) -> int:
-        """When the state last changed. Claims and endings only write a time of their own."""
+        """When the state last changed. Claims and endings only write their own times."""
         return max(self.number("created_at"), *(self.number(name, 0) for name in _TRANSITIONS))
 
     @property
@@ -117,7 +117,7 @@ class Record(Stored):
 
     @property
     def offered_to(self) -> str | None:
-        """The worker that last left it to others; from then on, only those that know its task."""
+        """The worker that last left it to workers that know its task."""
         return self.maybe_text("offered_to")
 
     @property
@@ -125,7 +125,7 @@ class Record(Stored):
         return self.parsed("required_capabilities", caps.from_csv)
 
     def _time(self, name: str) -> str | None:
-        """A time as decimal text. Every execution has the time of its creation."""
+        """A time as decimal text, by default that of the creation."""
         return str(self.number(name)) if self.is_set(name) or name == "created_at" else None
 
     @property
@@ -187,7 +187,7 @@ class Record(Stored):
         return {"lease_acquired_at": str(acquired), "lease_renewal_deadline": str(deadline)}
 
     def _view(self, form: type[S], **known: Any) -> S:
-        """A view: the parts that are known, what this class derives, and stored fields."""
+        """Build a view from given parts, derived properties and stored fields."""
         for name, decode in _stored_fields(form):
             if name not in known:
                 known[name] = getattr(self, name) if decode is None else decode(self, name)
@@ -228,7 +228,7 @@ class Record(Stored):
         )
 
     def attempts(self, archived: Sequence[Mapping[bytes, bytes]]) -> list[contracts.AttemptRecord]:
-        """Every attempt: earlier ones as archived, the last one from the record itself."""
+        """Every attempt: earlier ones from the archive, the last one from the record."""
         return [self._attempt(index, raw) for index, raw in enumerate(archived)]
 
     def _attempt(self, index: int, archived: Mapping[bytes, bytes]) -> contracts.AttemptRecord:
@@ -250,7 +250,7 @@ class Record(Stored):
         return states.AttemptRecordState.STARTED.value
 
     def _attempt_failure(self, state: str) -> tuple[str | None, str | None]:
-        """What ended the attempt. The record also keeps the failure of an earlier attempt."""
+        """The failure that ended this attempt; the record may still have that of an earlier one."""
         if state == states.AttemptRecordState.ENDED_CANCELLED:
             archived = self.maybe_text("failure_reason") if self.is_set("ended_at") else None
             return archived or f"cancelled: {self.text('cancellation_reason', '')}", None
@@ -291,7 +291,7 @@ class Record(Stored):
         )
 
     def named_fields(self) -> dict[str, str]:
-        """Every field under its documented name, the derived ones included."""
+        """Every field, including derived ones, under its documented name."""
         known = {
             name: self.text(name)
             for name in self.fields

@@ -9,7 +9,7 @@ Scored = tuple[float, ExecutionId]
 
 
 class ScoreIndexes:
-    """Reads indexes after a position whose entry may be gone."""
+    """Reads indexes after a position whose entry may have been removed."""
 
     def __init__(self, calls: FunctionCalls) -> None:
         self._calls = calls
@@ -36,7 +36,7 @@ class ScoreIndexes:
                 break
             offset += count
             if after is not None and not found:
-                # Any number of entries before the position may have its score.
+                # Many entries before the position may have the same score.
                 offset = max(offset, await self._rank(name, low, after[1]))
         return found[:count]
 

@@ -16,7 +16,7 @@ from flowfabric.engine.valkey.pages import chunks
 
 _OTHER_SECRET = frozenset({"mismatch", "torn"})
 Found = tuple[str, str]
-"""What seeding found on one partition: a status and the current kid."""
+"""The result of seeding one partition: a status and the current kid."""
 _is_seed_secret = re.compile(r"(?!0+$)[0-9a-fA-F]{64}").fullmatch
 _SEED_GROUP = 16  # Short calls stay out of the slow log, which shows their arguments.
 _FAN_OUT = 16
@@ -52,7 +52,7 @@ class ValkeySecrets(api.Secrets):
         return [found for group in answers for found in group]
 
     async def _seed_everywhere(self, kid: str, secret: str) -> list[Found]:
-        """Install and compare on all partitions; repair those for which the others vouch."""
+        """Seed all partitions; repairs those whose lost secret the others can confirm."""
         found = await self._seed(kid, secret, range(self._calls.counts.flow))
         for lost in {current for status, current in found if status == "torn"}:
             healthy = {s for s, current in found if current == lost} & {"match", "mismatch"}

@@ -29,7 +29,7 @@ class ValkeySteps(Steps):
     async def _record(
         self, execution_id: ExecutionId, fence: Handle | Fence, step: NewStep
     ) -> StepOutcome:
-        # The function refuses a result that is too long; there is no need to send all of it.
+        # The function rejects a result that is too long, so do not send all of it.
         result = (step.result or b"")[: MAX_RESULT_BYTES + 1]
         args = (
             *(proof(fence), step.step_key, step.kind, step.status),
@@ -62,7 +62,7 @@ def _page(parts: Sequence[Any]) -> StepPage:
 
 
 def claimed_page(parts: Sequence[Any]) -> StepPage:
-    """What a claim says about steps; if that cannot be read, reading them says why."""
+    """The steps in a claim. If unreadable, a later read of the steps reports the error."""
     try:
         return _page(parts)
     except (LookupError, TypeError, ValueError, AttributeError):

@@ -34,7 +34,7 @@ class StreamPool:
         self._transport = transport
         self.ceiling = ceiling_from_env() if ceiling is None else ceiling
         self.held = 0
-        # Per node, since when each connection is idle, the longest first.
+        # The idle connections of each node with their start times, longest idle first.
         self._idle: dict[str, dict[Connection, float]] = {}
         self._idle_s = idle_s
         self._looking: asyncio.TimerHandle | None = None
@@ -58,7 +58,7 @@ class StreamPool:
 
     @contextmanager
     def permit(self, *, waits: bool) -> Generator[None]:
-        """Hold one permit for a call; raises when none is free."""
+        """Hold one permit for a call; raises an error if none is free."""
         if self.closed:
             raise UnavailableError("unavailable", POOL, op=POOL, shutting_down=True)
         if self.held >= self.ceiling + (0 if waits else self.ceiling // 4):
@@ -85,8 +85,8 @@ class StreamPool:
             clean = True
         finally:
             self._busy.discard(conn)
-            # After an interrupted call a reply is still on its way; after a redirect it is the
-            # wrong node. Both connections are dropped.
+            # Drop the connection after an interrupted call, whose reply is still to come, and after
+            # a redirect, because it leads to the wrong node.
             if clean and conn.is_open and not self.closed:
                 self._give_back(tag, conn)
             else:

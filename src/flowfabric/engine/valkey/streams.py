@@ -31,10 +31,10 @@ from flowfabric.engine.valkey.stream_pool import StreamPool
 from flowfabric.valkey.transport import Connection
 
 _TAIL_GRACE_S = 0.5
-# Parts of a reply that carries a newer document; every other reply is longer.
+# The length of a reply with a newer document; every other reply is longer.
 _MOVED_PARTS = 5
 T = TypeVar("T")
-# How often to look for the end of a stream whose execution does not exist yet: no bell rings.
+# How often to check a stream whose execution does not exist yet, because nothing notifies us.
 _UNNOTICED_S = 0.1
 _pack = msgspec.msgpack.Encoder().encode
 _MERGE_TRIES = 8
@@ -68,8 +68,8 @@ class Page(msgspec.Struct):
         return self
 
     def result(self, position: str, asked: str) -> contracts.StreamFrames:
-        """The result of a read from `asked`; `position` is its cursor if no frame was examined."""
-        # With nothing retained, all up to the last frame ever written are gone.
+        """The result of a read from `asked`; `position` is the cursor if no frame was read."""
+        # If nothing is retained, all frames up to the last one written were trimmed.
         oldest = self.oldest or self.newest
         return contracts.StreamFrames(
             frames=tuple(self.frames),
@@ -88,7 +88,7 @@ def _order(entry: str) -> tuple[int, int]:
 
 
 def append_args(handle: Handle, frames: Sequence[contracts.Frame], append: Append) -> list[Any]:
-    """The arguments of one append; those of a patch get their document later."""
+    """The arguments of one append; the document of a patch is added later."""
     proof(check.handle(handle))
     args: list[Any] = [
         handle.execution_id,
@@ -105,7 +105,7 @@ def append_args(handle: Handle, frames: Sequence[contracts.Frame], append: Appen
 
 
 def _extra(frame: contracts.Frame) -> bytes:
-    """What differs from the defaults; nothing else is stored."""
+    """The options that differ from their defaults; others are not stored."""
     extra: list[Any] = []
     if frame.encoding != "utf8":
         extra += ("e", frame.encoding)
@@ -205,7 +205,7 @@ def summary_of(context: str, raw: Any) -> contracts.SummaryDocument | None:
 
 
 class _Summary:
-    """The summary of one attempt as this process last wrote it; the store has the last word."""
+    """The summary of one attempt as this process last wrote it; the stored one is authoritative."""
 
     def __init__(self, attempt: str) -> None:
         self.attempt = attempt
@@ -234,7 +234,7 @@ def _patched(document: bytes, frames: Sequence[contracts.Frame], append: Append)
 
 
 class _StreamReader:
-    """Reads one stream on a connection of its own."""
+    """Reads one stream on its own connection."""
 
     def __init__(
         self, calls: FunctionCalls, execution_id: ExecutionId, index: int, visibility: str
@@ -280,7 +280,7 @@ class _StreamReader:
         raise refused(reply, "ff_stream_read", "read_stream", self._target[0])
 
     async def await_news(self, conn: Connection, position: str, seconds: float) -> None:
-        """Block until a frame is appended, the stream ends, or the time is over."""
+        """Block until a frame is appended, the stream ends, or the time is up."""
         await conn.call(
             *("XREAD", "COUNT", 1, "BLOCK", max(1, int(seconds * 1000)), "STREAMS"),
             *(self.stream, self.closed, position, "0-0"),
@@ -324,7 +324,7 @@ class ValkeyStreams(Streams):
     async def _append_patches(
         self, handle: Handle, frames: Sequence[contracts.Frame], args: list[Any], append: Append
     ) -> contracts.AppendOutcome:
-        """Merge here, where integers stay exact, and commit against the version merged on."""
+        """Merge in Python, where integers stay exact, and store against the merged version."""
         known = self._summaries(handle.attempt)
         async with known.lock:
             for _ in range(_MERGE_TRIES):
@@ -345,8 +345,8 @@ class ValkeyStreams(Streams):
     async def _refuse(
         self, handle: Handle, known: _Summary, args: Sequence[Any], error: EngineError
     ) -> None:
-        """Raise why the patches cannot be merged, unless the document was not the latest."""
-        # Without the right to write, this raises that first.
+        """Raise the merge error, unless the document was not the latest."""
+        # This first raises an error if the caller may not write.
         await self._append(handle, [*args[:5], "", ""], append_outcome)
         stored = await self.read_summary(handle.execution_id, handle.attempt_index)
         if stored is None or stored.version == known.version:
@@ -427,7 +427,7 @@ class ValkeyStreams(Streams):
         except TransportError as error:
             if not error.passing or error.kind == "timeout" or self._pool.closed:
                 raise
-        # The client's own connection waits the outage out and learns where the key has moved.
+        # The client's main connection waits for the end of the outage and follows a moved slot.
         await self._calls.transport.call("EXISTS", reader.stream, key=reader.tag)
         return await self._pooled(reader.tag, work)
 

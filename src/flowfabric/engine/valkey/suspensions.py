@@ -64,7 +64,7 @@ class ValkeySuspensions(Suspensions):
             *(execution_id, "ff_resume", args),
             lambda reply: suspension.Resumed(PublicState(text(reply[2]))),
             op="resume_execution",
-            # A repeat would find the execution resumed; the caller reads the state instead.
+            # Not replay-safe: a repeat would find the execution resumed.
             replay_safe=False,
         )
 
@@ -73,7 +73,7 @@ class ValkeySuspensions(Suspensions):
         verdicts: list[str] = []
         for part in pages.chunks(names, _EXPIRED_AT_ONCE):
             verdicts += await self._calls.ask_each(
-                "ff_expire_suspension", tag, *part, told=self._drains.note
+                "ff_expire_suspension", tag, *part, on_rest=self._drains.note
             )
         return verdicts
 
@@ -105,7 +105,7 @@ class ValkeySuspensions(Suspensions):
             position = (score, after) if index == begin else (0, "")
             while True:
                 room = limit - len(entries)
-                # One more than fits shows whether more follow.
+                # Read one more than fits, to find out whether more follow.
                 rows = await self._suspended_rows(index, lanes, position, room + 1, damage)
                 for position, row in rows[:room]:
                     entry = damage.keep(lambda row=row: _suspended_entry(row))
@@ -189,7 +189,7 @@ def _parse_cursor(cursor: str) -> tuple[int, int, str]:
 def _suspend_outcome(handle: Handle, reply: Sequence[Any]) -> suspension.SuspendOutcome:
     word, attempt, lane, instance = (text(part) for part in reply[2:6])
     if word == "already_satisfied":
-        # A pending waitpoint is bound alone.
+        # A pending waitpoint is always the only one.
         return suspension.AlreadySatisfiedSuspension(_details(reply[6:10]), text(reply[10]))
     if word != "suspended":
         raise ValueError(word)

@@ -12,11 +12,11 @@ from flowfabric.engine.valkey.library import include_test_clock
 from flowfabric.valkey.address import Address
 
 _COUNTS = PartitionCounts(flow=32)
-"""As many as one sweep covers: a claim that finds nothing has looked everywhere."""
+"""As many as one sweep covers, so that a claim without a result has checked all partitions."""
 
 
 class EngineClock:
-    """Moves the clock of a deployment. Its library must have the functions for that."""
+    """Moves the clock of a deployment whose library has the functions for that."""
 
     def __init__(self, backend: Backend) -> None:
         self._calls = cast("ValkeyBackend", backend).calls

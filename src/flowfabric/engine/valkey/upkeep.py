@@ -27,9 +27,9 @@ _LANES_SURVEYED = 64
 _LANES_PER_PART = 4
 _LANES_CHECKED = 200
 _RESCORED = 500
-# A process that creates an execution has registered its place at most 10 s before.
+# A process that creates an execution registered its lane and partition at most 10 s earlier.
 _UNUSED_MS = 60_000
-# Leaders acquire their lease again every minute, which lists them again.
+# Leaders reacquire their lease every minute, which also lists them again.
 _LISTED_MS = 300_000
 _NO_COUNTS = b"\x80"
 _PARKED = "cascade_poison"
@@ -39,7 +39,7 @@ _FLOW_QUEUES = {
     "subflow_outbox": "HLEN",
     "pending_cancel_groups": "SCARD",
 }
-"""What calls leave to do for flows, and the command that counts it."""
+"""The queues of remaining flow updates, with the command that counts each."""
 
 
 P = TypeVar("P", bound=tuple[Any, ...])
@@ -149,7 +149,7 @@ class ValkeyUpkeep(api.Upkeep):
     async def _each(self, function: str, tag: str, ids: Iterable[str], *args: str) -> list[str]:
         names = check.stored_names(ids, "ids")
         return await self._calls.ask_each(
-            *(function, self._calls.checked_tag(tag), *args, *names), told=self._drains.note
+            *(function, self._calls.checked_tag(tag), *args, *names), on_rest=self._drains.note
         )
 
     async def purge(self, tag: str) -> int:
@@ -178,7 +178,7 @@ class ValkeyUpkeep(api.Upkeep):
         newest = await self._calls.read(key, "XREVRANGE", key, f"({edge}", "-", "COUNT", 1)
         if not newest:
             return 0
-        # Trimming leaves no trace, deleting does: subscribers tell by it what they missed.
+        # Unlike trimming, deleting leaves a trace that shows subscribers what they missed.
         deleted: Any = await call("XDEL", key, newest[0][0], key=key, replay_safe=True)
         trimmed: Any = await call("XTRIM", key, "MINID", edge, key=key, replay_safe=True)
         return int(deleted) + int(trimmed)
@@ -213,7 +213,7 @@ class ValkeyUpkeep(api.Upkeep):
         return await self._forget(ANYWHERE, empty)
 
     async def _forget(self, tag: str, stamps: Mapping[str, str]) -> int:
-        """Remove lanes whose stamp is unchanged: a process stamps a lane before it uses it."""
+        """Remove lanes whose stamp is unchanged; processes stamp a lane before they use it."""
         number = tag if tag == ANYWHERE else PartitionKey.trusted(tag).index_number
         places = [(number, lane, stamp) for lane, stamp in stamps.items()]
         forgotten = 0
@@ -234,7 +234,7 @@ class ValkeyUpkeep(api.Upkeep):
         return found
 
     async def _forget_drains(self, namespace: str) -> None:
-        # A drain that starts now adds its namespace last; one that started before is seen here.
+        # A drain adds its namespace last, so one that started earlier is found here.
         await self._calls.transport.call("SREM", keys.DRAINS, namespace, key=keys.DRAINS)
         if await self._workers.drains_of(namespace):
             await add_names(self._calls, keys.DRAINS, [namespace])
@@ -295,7 +295,7 @@ class ValkeyUpkeep(api.Upkeep):
                 )
         except CorruptionError as error:
             return f"error:{error.detail}"
-        # One that goes on has left the index; one that cannot be read stays.
+        # A flow that is still in use has left the index; an unreadable one stays.
         return "error:its record cannot be read" if outcome == "changed" else outcome
 
     async def audit_dependencies(
@@ -379,7 +379,7 @@ class ValkeyLeadership(api.Leadership):
 
     async def renew(self, duty: str, identity: str, ttl_ms: int) -> bool:
         key = keys.leader(keys.LEADERS_TAG, duty)
-        # Reads and renews in one command; renewing the lease of another process is harmless.
+        # Read and renew in one command; renewing another process's lease is harmless.
         owner: Any = await self._calls.transport.call(
             *("GETEX", key, "PX", ttl_ms), key=key, replay_safe=True
         )
@@ -447,7 +447,7 @@ def _count(reply: list[Any]) -> int:
 
 
 def _is_before(stamp: str, edge: int) -> bool:
-    """Whether a place was last registered before a time; an unreadable stamp counts as old."""
+    """Whether a lane was last registered before this time; an unreadable stamp counts as old."""
     return not stamp.isdecimal() or int(stamp) < edge
 
 
@@ -465,7 +465,7 @@ def _dependency_audits(reply: list[Any]) -> list[api.DependencyAudit]:
 
 
 def _survey_parts(request: api.SurveyRequest) -> list[tuple[str, list[str | int]]]:
-    """What one call can cover of a partition: a few lanes each, the first part with the rest."""
+    """Split a partition's survey into calls of a few lanes each; the first covers the rest."""
     known: dict[str, list[str]] = {}
     for index in request.known:
         known.setdefault(index.lane, []).append(_name(index))

@@ -35,7 +35,7 @@ _CLOSED = {
     (b"closed", b"active"): "active",
     (b"already_closed",): "closed",
 }
-"""By answer, the state of a waitpoint before it was closed."""
+"""The state of a waitpoint before it was closed, by answer."""
 _pack = msgspec.msgpack.Encoder().encode
 log = logging.getLogger(__name__)
 _OPEN = frozenset({"pending", "active"})
@@ -113,8 +113,8 @@ class ValkeyWaitpoints(Waitpoints):
         if not await self._calls.transport.call("EXISTS", core, key=core):
             raise NotFoundError("execution_not_found", op="list_pending_waitpoints")
         damage = Damage("list_pending_waitpoints")
-        # Those of earlier waits are closed, and may be thousands. A pending one may become active
-        # meanwhile: then the suspension, which is read after them, names it.
+        # Waitpoints of earlier waits are closed, and may be thousands. A pending one may become
+        # active meanwhile, but then the suspension, which is read later, names it.
         members, suspended = await asyncio.gather(
             self._calls.read(
                 *(f"{execution_id}: pending waitpoints", "SMEMBERS"),
@@ -192,7 +192,7 @@ class ValkeyWaitpoints(Waitpoints):
     async def _signals(
         self, execution_id: ExecutionId, named: list[str], waitpoint_key: str | None = None
     ) -> list[ResumeSignal]:
-        """Those of the signals that still exist."""
+        """The signals that still exist."""
         read = (self.read_signal(execution_id, each, waitpoint_key) for each in named)
         return [signal for signal in await asyncio.gather(*read) if signal is not None]
 
@@ -302,7 +302,7 @@ class ValkeySignals(Signals):
 
         def outcome(reply: list[Any]) -> suspension.SignalOutcome:
             known, effect = text(reply[3]), reply[4]
-            # An id minted for this very call and already known: our own reply was lost.
+            # We minted this id for this call, so our first reply was lost.
             if reply[2] == b"accepted" or (signal.signal_id is None and known == identity):
                 return suspension.Accepted(known, text(effect))
             return suspension.DuplicateSignal(known)
@@ -330,7 +330,7 @@ class ValkeySignals(Signals):
         **options: Unpack[BridgedSignal],
     ) -> suspension.SignalOutcome:
         given = revealed(presented, "presented")
-        # Not through `self`, where layers log every token that is read for an operator.
+        # Not through `self`, because layers log every token read there as an operator's call.
         stored = await ValkeySignals.read_waitpoint_token(self, execution_id, waitpoint_id)
         if stored is None:
             raise NotFoundError("waitpoint_token_not_found", op="verify_and_deliver")
@@ -369,7 +369,7 @@ def _past_wait(
             for each, (fields, payload) in zip(signal_ids, contents, strict=True)
             if fields
         )
-    # A waitpoint that was never waited on has neither.
+    # A waitpoint without a wait has neither.
     used = stored.is_set("suspension_id") or stored.is_set("satisfied_at")
     return PastWait(
         waitpoint_id=stored_text(identity, stored.context, "waitpoint_id"),

@@ -15,7 +15,7 @@ batch.register_function('ff_mark_expired', 1, function(c, id)
     return S.is_lease_expired(rec.state) and 'already_expired' or 'already_revoked'
   end
   if tonumber(rec.lease_expires_at) > c.now then return 'not_yet_expired' end
-  local f = flow.that_ends(c, rec)
+  local f = flow.ending_member(c, rec)
   if f then
     ending.cancel(c, id, rec, 'flow_cascade', f.cancel_reason)
     return 'cancelled'

@@ -12,7 +12,7 @@ batch.register_function('ff_promote_delayed', 2, function(c, id, args)
     return not S.is_runnable(rec.state) and 'not_runnable_cleaned' or 'not_delayed_cleaned'
   end
   if tonumber(rec.delay_until or 0) > c.now then return 'not_yet_due' end
-  local f = flow.that_ends(c, rec, flow.resumes(c, rec))
+  local f = flow.ending_member(c, rec, flow.resumes(c, rec))
   if f then
     ending.cancel(c, id, rec, 'flow_cascade', f.cancel_reason)
     return 'cancelled'

@@ -5,7 +5,7 @@ function register(name, callback, flags)
   server.register_function({ function_name = name, callback = callback, flags = flags })
 end
 
--- Errors that do not depend on stored data: a slot being moved, a missing permission, no memory.
+-- Errors that stored data does not cause: a slot being moved, a missing permission, no memory.
 local function is_refusal(why)
   local word = string.match(why, '^(%u+) ')
   if word ~= 'ERR' then return word ~= nil and word ~= 'WRONGTYPE' end

@@ -7,7 +7,7 @@ clock.END = 9007199254740991
 
 function clock.after(moment, ms) return math.min(moment + ms, clock.END) end
 
--- A smaller step back is smoothed over; a larger one is a corrected clock.
+-- Ignore a smaller step back; a larger one means that the clock was corrected.
 local SMOOTHED_STEP_BACK_MS = 5000
 
 function clock.now()

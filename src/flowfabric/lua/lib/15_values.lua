@@ -1,6 +1,6 @@
 -- Helpers for plain values.
 
--- A function whose results are kept, up to a limit.
+-- A function that caches its results, up to a limit.
 local MEMO_MAX = 1000
 function values.memo(compute)
   local known, count = {}, 0
@@ -58,8 +58,8 @@ function values.add(fields, name, value)
   fields[#fields + 1] = value
 end
 
--- Lua passes the arguments of a command on its stack, so a long list goes in pieces. Returns the
--- first and last position of each. The size is even: name, value pairs stay together.
+-- Splits a long list, because Lua passes the arguments of a command on its stack. Returns the first
+-- and last position of each piece. The size is even, so that name, value pairs stay together.
 local PIECE = 400
 function values.pieces(list, first)
   local last = (first or 1) - 1

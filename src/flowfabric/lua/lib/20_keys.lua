@@ -11,7 +11,7 @@ function K.lane_part(lane)
   return lane
 end
 
--- Building a string costs more than most commands, so names that calls use often are kept.
+-- Building a string costs more than most commands, so frequently used names are cached.
 local kept, of_partition, of_lane
 local KEPT_MAX = 20000
 
@@ -95,7 +95,7 @@ function K.pending_waitpoints(tag, id) return K.waitpoints(tag, id) .. ':pending
 function K.waitpoint(tag, waitpoint_id) return 'ff:wp:' .. tag .. ':' .. waitpoint_id end
 function K.waitpoint_signals(tag, waitpoint_id) return K.waitpoint(tag, waitpoint_id) .. ':signals' end
 function K.signals(tag, id) return 'ff:exec:' .. tag .. ':' .. id .. ':signals' end
--- By execution, because two may get signals of the same id. An execution id begins with its tag.
+-- Per execution, because two may get signals with the same id. An execution id begins with its tag.
 function K.signal(id, signal_id) return 'ff:signal:' .. id .. ':' .. signal_id end
 function K.signal_payload(id, signal_id) return K.signal(id, signal_id) .. ':payload' end
 function K.signal_dedup(tag, waitpoint_id, key)
@@ -145,7 +145,7 @@ function K.quota_blocked(tag, id) return K.quota(tag, id) .. ':blocked' end
 
 -- The worker registry; its tag is the namespace.
 function K.workers(tag) return 'ff:idx:' .. tag .. ':workers' end
--- Processes that an operator drains, with the time at which their leases are revoked.
+-- Processes that are being drained, with the time at which their leases are revoked.
 function K.drains(tag) return 'ff:idx:' .. tag .. ':drains' end
 function K.worker_alive(tag, instance) return 'ff:worker:' .. tag .. ':' .. instance .. ':alive' end
 function K.worker_record(tag, instance) return 'ff:worker:' .. tag .. ':' .. instance .. ':caps' end

@@ -60,7 +60,7 @@ S.awaits_replay = matching('^ru...p$')
 S.has_running_attempt = matching('r$')
 S.has_paused_attempt = matching('i$')
 S.has_ended_attempt = matching('z$')
--- The last attempt is over; a retry or replay has not started yet.
+-- The last attempt has ended; a retry or replay has not started yet.
 S.between_attempts = matching('[tp]$')
 
 function S.attempt_end(code)

@@ -4,7 +4,7 @@ Context.__index = Context
 
 -- `joined` is for calls that may handle several executions.
 function Context.open(tag, joined)
-  -- Room for what calls add, most of all those that end members of flows.
+  -- Preallocated for the fields that calls add, especially those that end members of flows.
   local self = setmetatable({
     tag = tag, now = clock.now(), joined = joined, lanes = {}, queued = nil, open_commands = nil,
     released = nil, rung = nil, rings_later = nil, claimer = nil, kept = nil, at_hand = nil,
@@ -17,8 +17,8 @@ end
 
 function Context:after(ms) return clock.after(self.now, ms) end
 
--- Writes to one key keep their order: a different command starts after the one before it, so the
--- last write to a member counts.
+-- Writes to one key keep their order: a different command starts a new group after the previous one,
+-- so the last write to a member wins.
 local function write(self, command, key, member, score)
   if not self.joined then
     if score then
@@ -51,7 +51,7 @@ local function drop_unused(self, lane, signature)
   end
 end
 
--- The last execution that leaves takes its signature along, once the index changes are written.
+-- Removes the signature, once the index changes are written, if no execution has it any longer.
 function Context:release_signature(lane, signature)
   if not signature then return end
   if not self.joined then return drop_unused(self, lane, signature) end
@@ -59,7 +59,7 @@ function Context:release_signature(lane, signature)
   self.released[lane][signature] = true
 end
 
--- Ends a call that opened the context itself.
+-- Closes a context that was opened by this call.
 function Context:close()
   flow.settle(self)
   self:flush()

@@ -9,7 +9,7 @@ function record.read(c, id)
   if at_hand then return at_hand end
   local flat = server.call('HGETALL', K.core(c.tag, id))
   if #flat == 0 then return nil end
-  -- Room for the usual fields from the start: growing the table costs 0.5 µs per claim.
+  -- Preallocated for the usual fields: growing the table costs 0.5 µs per claim.
   local rec = values.fields(flat, {
     lane_id = 'default', namespace = 'default', state = nil, execution_kind = nil, created_at = nil,
     payload_encoding = nil, started_at = nil, lease = nil, attempt = nil, worker = nil,
@@ -68,7 +68,7 @@ function record.checked(c, id)
   return rec
 end
 
--- `check` of what calls need that end, move or take over a lease.
+-- `check` for calls that end, move or take over a lease.
 function record.check_lease(id, rec) stop_on(id, record.lease_problem(rec)) end
 
 function record.checked_lease(c, id)
@@ -77,13 +77,13 @@ function record.checked_lease(c, id)
   return rec
 end
 
--- A payload or result of up to this many bytes is a field of the record, which stays compact; a key
--- of its own costs a command each time, and more memory.
+-- A payload or result of up to this many bytes is a field of the record, which stays compact. A
+-- separate key costs an extra command per access, and more memory.
 local SMALL_BYTES = 64
 function record.is_small(bytes) return #bytes > 0 and #bytes <= SMALL_BYTES end
 
--- The payload, or false if there is none. `payload_key` says that it has a key of its own, so a task
--- without arguments costs no look-up.
+-- The payload, or false if there is none. `payload_key` means that it has a separate key; without
+-- it, a task without arguments needs no extra read.
 function record.payload(c, id, rec)
   if rec.payload_key then return server.call('GET', K.payload(c.tag, id)) end
   return rec.payload or false
@@ -92,7 +92,7 @@ end
 -- The result, or false if there is none.
 function record.result(c, id, rec) return rec.result or server.call('GET', K.result(c.tag, id)) end
 
--- The policy frozen at creation, empty without one; and whether it can be read.
+-- The policy stored at creation, empty without one; and whether it is readable.
 function record.policy(c, id)
   local readable, policy = pcall(cjson.decode, server.call('GET', K.policy(c.tag, id)) or '{}')
   readable = readable and type(policy) == 'table'
@@ -123,7 +123,7 @@ function record.clear(c, id, rec, ...)
   if #args > 2 then server.call(unpack(args)) end
 end
 
--- Adds a text to the fields of a transition. An empty one clears what an earlier attempt left.
+-- Adds a text to the fields of a transition. An empty text clears the value of an earlier attempt.
 function record.add_or_clear(c, id, rec, fields, name, text)
   if text == '' then return record.clear(c, id, rec, name) end
   values.add(fields, name, text)
@@ -147,7 +147,7 @@ function record.transition(c, id, rec, state, ...)
   for i = 1, #fields, 2 do rec[fields[i]] = fields[i + 1] end
 end
 
--- Gives a member a state and fields (name, value pairs) that its next transition writes and counts.
+-- Sets a member's state and fields (name, value pairs) for its next transition to write and count.
 function record.move_later(rec, state, ...)
   local fields = { ... }
   for i = 1, #fields, 2 do rec[fields[i]] = fields[i + 1] end
@@ -155,15 +155,15 @@ function record.move_later(rec, state, ...)
   rec.state, rec.counted = state, rec.state
 end
 
--- Adds what `move_later` left to a list of fields. It may have been changed or cleared since.
+-- Adds the fields of `move_later` to a list. They may have been changed or cleared since.
 function record.with_unwritten(rec, fields)
   for i = 1, #rec.unwritten, 2 do values.add(fields, rec.unwritten[i], rec[rec.unwritten[i]]) end
   rec.unwritten = nil
   return fields
 end
 
--- Takes over the state that another part of the call may have given the execution.
-function record.look_again(c, id, rec) rec.state = record.read(c, id).state end
+-- Reads the state again, which another part of the call may have changed.
+function record.reload_state(c, id, rec) rec.state = record.read(c, id).state end
 
 function record.set(c, id, rec, name, value)
   server.call('HSET', K.core(c.tag, id), name, value)

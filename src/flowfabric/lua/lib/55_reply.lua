@@ -3,10 +3,10 @@
 
 local effects
 
--- Tells the caller's metrics what the call did besides its answer: a letter, and what it is about.
+-- Reports a side effect for the caller's metrics: a letter, then the details.
 function reply.add_effect(effect) effects = (effects or '') .. ' ' .. effect end
 
--- What executions of the call give back to budgets and quotas is delivered by the caller.
+-- The caller delivers what executions of this call return to budgets and quotas.
 local function status()
   local owed, did = admission.owed_in() or 'OK', effects
   if not did then return owed end
@@ -19,13 +19,13 @@ function reply.duplicate(id) return { 1, 'DUPLICATE', id } end
 function reply.already(reason) return { 1, 'ALREADY_SATISFIED', reason } end
 function reply.err(code, ...) return { 0, code, ... } end
 
--- Ends the handling of an execution with this answer, if there is one.
+-- Stops handling an execution and returns this answer, if there is one.
 function reply.stop_with(answer)
   if answer then error({ final = answer }, 0) end
 end
 function reply.refuse(...) reply.stop_with(reply.err(...)) end
 
--- An attempt that ended before its execution did is not the current one.
+-- An attempt that ended before its execution is not current.
 function reply.not_active(rec)
   local over = rec.between_attempts or S.between_attempts(rec.state)
   local attempt = not over and record.attempt_id(rec) or ''
@@ -33,7 +33,7 @@ function reply.not_active(rec)
     tostring(record.epoch(rec)), S.phase_name(rec.state), attempt)
 end
 
--- The answer after an error: `<id>: <field>: <why>`. Only now is the record searched for the cause.
+-- The answer after an error: `<id>: <field>: <why>`. The record is checked for the cause only now.
 local function unreadable(tag, id, why)
   local context = id .. ': '
   if string.sub(why, 1, #context) == context then return reply.err('corruption', why) end
@@ -44,14 +44,14 @@ local function unreadable(tag, id, why)
   return reply.err('corruption', context .. (problem or 'stored keys: ' .. why))
 end
 
--- The answer for one item of a batch: an unreadable record must not undo the others.
+-- The answer for one item of a batch; an unreadable record must not affect the others.
 function reply.guarded(handle, c, id, ...)
   local ok, answer = try(handle, c, id, ...)
   if ok then return answer end
   return unreadable(c.tag, id, answer)
 end
 
--- Registers `handle(c, id, args)` for one execution, which the first argument names.
+-- Registers `handle(c, id, args)` for one execution, whose id is the first argument.
 function reply.register_function(name, handle, flags)
   register(name, function(keys, args)
     local c = Context.open(keys[1])

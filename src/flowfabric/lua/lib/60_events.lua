@@ -1,10 +1,10 @@
 -- The partition's event feed, and the short list of unusual events per execution.
 -- Stored names are short (decoded by engine/valkey/feeds.py): t type, id execution, k kind,
--- L lease, A attempt, w worker, ns namespace, l lane, f flow, at time. Defaults are left out, and
--- `at` if the entry's own id tells it.
+-- L lease, A attempt, w worker, ns namespace, l lane, f flow, at time. Defaults are left out, and so
+-- is `at` if it equals the time in the entry's id.
 
 local HISTORY_MAX = 32
--- Two per lifecycle: without building a list first, each takes 0.7 µs less of the server.
+-- Not built as a list first, which saves 0.7 µs per entry; a lifecycle has two.
 local FREQUENT = { acquired = true, completion = true }
 local function with(name, value, ...)
   if value then return name, value, ... end
@@ -20,7 +20,7 @@ local function is_unusual(kind, fields)
   end
 end
 
--- The first entry of a call also trims the feed: at each entry, that is a tenth of its time.
+-- Only the first entry of a call trims the feed: trimming takes a tenth of the time of an entry.
 local function append(c, ...)
   if c.trimmed then return server.call('XADD', K.events(c.tag), '*', ...) end
   c.trimmed = true
@@ -45,13 +45,13 @@ function events.emit(c, kind, id, rec, ...)
     with('l', lane, with('f', rec.flow_id, with('at', at, ...)))) }
   local entry = append(c, unpack(fields))
   if is_unusual(kind, fields) then
-    local told = { 'event_id', entry }
+    local details = { 'event_id', entry }
     for i = 1, #fields do
       local value = fields[i]
-      told[#told + 1] = type(value) == 'number' and values.text(value) or value
+      details[#details + 1] = type(value) == 'number' and values.text(value) or value
     end
     local key = K.history(c.tag, id)
-    server.call('RPUSH', key, cmsgpack.pack(told))
+    server.call('RPUSH', key, cmsgpack.pack(details))
     server.call('LTRIM', key, -HISTORY_MAX, -1)
   end
 end

@@ -4,7 +4,7 @@
 local WAKE_TTL_MS = 60000
 local MAX_TAILED = 8
 
--- Reasons that give way to how the attempt ends later.
+-- Provisional reasons, which the final end of the attempt replaces.
 local PROVISIONAL = { lease_expired = true, lease_revoked = true }
 
 local function is_tailed(rec, index)

@@ -41,15 +41,15 @@ function tokens.in_grace(expires, now)
   return at and at > 0 and at >= now
 end
 
--- Whether the code was made for this waitpoint. An unknown waitpoint costs the same computation.
+-- Whether the code was made for this waitpoint. Takes as long for an unknown waitpoint.
 local function proves(secret, code, waitpoint_id, point)
   local key, created_at = point and point.waitpoint_key, point and point.created_at
   local made = digest(secret, waitpoint_id, key or '', created_at or '')
   return values.equal(made, code) and key and created_at
 end
 
--- What is wrong with a token; with a waitpoint, also whether it is the waitpoint's. Other errors
--- depend only on the token and the key store, so they reveal nothing about waitpoints.
+-- The problem with a token; with a waitpoint, also checks that the token belongs to it. Other
+-- problems depend only on the token and the key store, so they reveal nothing about waitpoints.
 function tokens.problem(c, token, waitpoint_id, point)
   local kid, code = string.match(token, '^([^:]+):(.*)$')
   if not kid or #code ~= 40 then return reply.err('invalid_token') end
@@ -64,7 +64,7 @@ function tokens.problem(c, token, waitpoint_id, point)
   end
 end
 
--- The current kid, and the past ones: each with the time until which it verifies, or false.
+-- The current kid, and the past ones, each with the time until which it is accepted, or false.
 function tokens.kids(tag, now)
   local fields, past = values.fields(server.call('HGETALL', K.secrets(tag))), {}
   for name in pairs(fields) do

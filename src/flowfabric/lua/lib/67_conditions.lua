@@ -1,6 +1,5 @@
--- Resume conditions. A signal makes a mark at every leaf that accepts it: one for a Single, one per
--- distinct satisfier for a Count. Progress is the number of different marks at each leaf, so the
--- leaves alone decide, and every node counts for itself.
+-- Resume conditions. A signal adds a mark to every leaf that accepts it: one for a Single, one per
+-- distinct satisfier for a Count. Progress is the number of different marks per leaf.
 
 local function matches(matcher, name)
   if matcher == nil or matcher == 'Wildcard' then return true end
@@ -12,7 +11,7 @@ local SATISFIERS = {
   Single = function() return '' end,
   DistinctWaitpoints = function(signal) return signal.key end,
   DistinctSignals = function(signal) return signal.id end,
-  -- The length keeps different pairs apart.
+  -- The length makes the pair unambiguous.
   DistinctSources = function(signal)
     return #signal.source_type .. ':' .. signal.source_type .. signal.source_identity
   end,

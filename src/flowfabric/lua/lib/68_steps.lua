@@ -1,12 +1,12 @@
 -- Step records: what handlers of an execution have done. The hash has, per record, `k:<step key>`
--- (its seq) and `r:<seq>` (the record, packed); `n` is how many there are and how many bytes their
--- results and errors have. Records are never removed, so the seqs have no gaps.
+-- (its seq) and `r:<seq>` (the packed record); `n` has the number of records and the bytes of their
+-- results and errors. Records are never removed, so the seqs have no gaps.
 
 local MAX_RECORDS, MAX_BYTES = 10000, 16777216
--- Records that one command reads first; the size of those tells how many to read next.
+-- How many records the first command reads; their size determines how many to read next.
 local FIRST_CHUNK, LARGEST_CHUNK = 16, 400
--- What a claim carries: bytes per execution, and bytes in all, where each record counts as at least
--- so many.
+-- Limits of what a claim carries: bytes per execution, bytes in total, and the least that a record
+-- counts.
 local CLAIMED_BYTES, CLAIM_BYTES, LEAST_BYTES = 262144, 1048576, 1024
 
 local function content(rec) return #(rec.result or '') + #(rec.reason or '') + #(rec.category or '') end
@@ -30,7 +30,7 @@ local function row(id, seq, text)
   return parts
 end
 
--- How many records there are, and how many bytes they have.
+-- The number of records and their bytes.
 local function totals(id, text)
   if not text then return 0, 0 end
   local count, bytes = string.match(text, '^(%d+) (%d+)$')
@@ -38,7 +38,7 @@ local function totals(id, text)
   return tonumber(count), tonumber(bytes)
 end
 
--- The record with this key, by position, or nil; and what `store` needs to know about the others.
+-- The record with this key, by position, or nil; and what `store` needs about the others.
 function steps.find(c, id, step_key)
   local key = K.steps(c.tag, id)
   local found = server.call('HMGET', key, 'k:' .. step_key, 'n')
@@ -46,8 +46,8 @@ function steps.find(c, id, step_key)
   return seq and row(id, tonumber(seq), server.call('HGET', key, 'r:' .. seq)) or nil, found[2]
 end
 
--- Stores a record: a new one, or that of a seq, which was pending and so had no content. Returns its
--- seq, or nil and the error if that would be too much for one execution.
+-- Stores a record: a new one, or with a seq that of a pending one, which had no content. Returns its
+-- seq, or nil and the error if the execution has too many or too large records.
 function steps.store(c, id, rec, seq, others)
   local key = K.steps(c.tag, id)
   local count, bytes = totals(id, others)
@@ -65,7 +65,7 @@ function steps.store(c, id, rec, seq, others)
   return seq
 end
 
--- Rows after a seq, and the seq to continue after, or false; and the bytes that were read.
+-- Rows after a seq; the seq to continue after, or false; and the bytes that were read.
 function steps.page(c, id, after, limit, max_bytes)
   local key, rows, bytes, chunk = K.steps(c.tag, id), {}, 0, FIRST_CHUNK
   local count = totals(id, server.call('HGET', key, 'n'))
@@ -85,8 +85,8 @@ function steps.page(c, id, after, limit, max_bytes)
   return rows, limit > 0 and after < count and after or false, bytes
 end
 
--- What a claim carries: the first page. If it cannot be read, or the call has read much, the worker
--- reads it from the start when it needs it.
+-- What a claim carries: the first page. If it cannot be read, or the call has already read a lot, the
+-- worker reads the steps itself when it needs them.
 function steps.claimed_page(c, id)
   local room = c.step_room or CLAIM_BYTES
   local most = math.floor(room / LEAST_BYTES)

@@ -1,6 +1,6 @@
 -- Opening, marking and ending leases.
 
--- `stays`: another lease of the same execution follows.
+-- `stays`: the same execution gets another lease in this call.
 function lease.leave_indexes(c, id, rec, stays)
   c:zrem(K.index(c.tag, 'lease_expiry'), id)
   c:zrem(K.lane(c.tag, rec.lane_id, 'active'), id)
@@ -22,7 +22,7 @@ function lease.drop_grant(c, id, rec)
   end
 end
 
--- Lease, worker and timers stay for the reclaim and for operators.
+-- Keeps lease, worker and timers for the reclaim and for operators.
 function lease.mark_expired(c, id, rec)
   if rec.state ~= S.ACTIVE then return end
   record.transition(c, id, rec, S.EXPIRED, 'lease_expired_at', c.now,
@@ -72,8 +72,8 @@ local function lineage(rec, mode)
   return fields
 end
 
--- Writes the new lease. `mode` is fresh, resumed or reclaimed. `grant` has the lease and attempt id
--- as prefix and common suffix, the worker, the ttl, and the event's reason if there is one.
+-- Writes the new lease. `mode` is fresh, resumed or reclaimed. `grant` has the lease id and attempt
+-- id as prefixes and a common suffix, the worker, the ttl, and the event's reason if there is one.
 function lease.open(c, id, rec, mode, grant)
   local expires = values.text(c.now + grant.ttl)
   local old_epoch = record.epoch(rec)
@@ -93,7 +93,7 @@ function lease.open(c, id, rec, mode, grant)
     attempt = grant.attempt_prefix .. grant.suffix .. '/' .. values.text(record.attempt_count(rec))
     started = rec.started_at and 'attempt_started_at' or 'started_at'
   end
-  -- The start of the attempt, or its resumption, is also the time of this transition.
+  -- The start or resumption of the attempt is also the time of this transition.
   record.transition(c, id, rec, S.ACTIVE,
     'lease', grant.lease_prefix .. grant.suffix .. '/' .. values.text(old_epoch + 1),
     'attempt', attempt, 'worker', grant.worker, 'lease_expires_at', expires,
@@ -102,7 +102,7 @@ function lease.open(c, id, rec, mode, grant)
   c:zadd(K.lane(c.tag, rec.lane_id, 'active'), expires, id)
   c:sadd(K.worker_leases(c.tag, record.worker_instance(rec)), id)
   if timeout > 0 then
-    -- Not a field of the record: the claim tells it to the worker.
+    -- Not a field of the record; only part of the claim's reply.
     rec.time_left = math.max(1, timeout)
     c:zadd(K.index(c.tag, 'attempt_timeout'), c:after(rec.time_left), id)
   end

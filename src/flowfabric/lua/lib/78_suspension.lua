@@ -12,7 +12,7 @@ function suspension.waitpoint_excess(c, id, count)
   end
 end
 
--- Letter of the blocking reason; anything else waits for a signal.
+-- Letter of the blocking reason; any other reason code waits for a signal.
 local BLOCKING = {
   waiting_for_approval = 'a', waiting_for_callback = 'k', waiting_for_tool_result = 't',
   waiting_for_operator_review = 'o', manual_pause = 'o', paused_by_policy = 'p',
@@ -75,7 +75,7 @@ function suspension.close(c, id, open, how)
   server.call('DEL', K.marks(c.tag, id), K.satisfiers(c.tag, id))
   if open.timeout_at then server.call('ZREM', K.index(c.tag, 'suspension_timeout'), id) end
   for waitpoint_id in string.gmatch(open.waitpoints, '[^,]+') do
-    -- One that was closed before keeps its own reason.
+    -- A waitpoint that was closed earlier keeps its reason.
     if server.call('HGET', K.waitpoint(c.tag, waitpoint_id), 'state') == 'active' then
       suspension.close_waitpoint(c, waitpoint_id, how.reason, how.condition_reason, how.satisfied)
     end
@@ -85,7 +85,7 @@ end
 -- Makes a suspended execution runnable, at once or after a delay, and closes the suspension.
 -- how: as for `close`; also delay_ms, and a text `after` it for operators.
 function suspension.resume(c, id, rec, open, how)
-  local f = flow.that_ends(c, rec, true)
+  local f = flow.ending_member(c, rec, true)
   if f then return ending.cancel(c, id, rec, 'flow_cascade', f.cancel_reason) end
   waiting.leave(c, id, rec)
   local delay = how.delay_ms or 0
@@ -103,7 +103,7 @@ function suspension.resume(c, id, rec, open, how)
   if delay == 0 then waiting.ring(c, rec) end
 end
 
--- Why the attempt was resumed under its current lease; false if no suspension led to it.
+-- Why the attempt was resumed under its current lease; false if it was not suspended.
 function suspension.cause(c, id, rec)
   local found = server.call('HMGET', K.suspension(c.tag, id), 'claimed_epoch', 'suspension_id',
     'resume_trigger', 'close_reason', 'closer_signal_id')

@@ -8,7 +8,7 @@ function fence.parse(text)
     index = index or '' }
 end
 
--- The error if there is no live lease, or nil; `marks`: mark a lapsed lease expired.
+-- The error if there is no live lease, or nil; with `marks`, marks a lapsed lease as expired.
 function fence.lease_problem(c, id, rec, marks)
   if not S.is_active(rec.state) then return reply.not_active(rec) end
   if S.is_lease_revoked(rec.state) then return reply.err('lease_revoked') end
@@ -43,8 +43,8 @@ function fence.check(c, id, rec, text, override, marks)
   return fence.lease_problem(c, id, rec, marks) or (set == 3 and fence.mismatch(rec, given) or nil)
 end
 
--- The index of the attempt that a lease of this epoch may have ended. Both only rise: an attempt
--- takes at least one lease, and a resumed one takes more.
+-- The index of the attempt that a lease of this epoch may have ended. Both only increase: an attempt
+-- has at least one lease, and a resumed one has more.
 local function index_at(c, id, rec, epoch)
   local last = record.attempt_index(rec)
   if not last or not epoch or record.epoch(rec) == epoch then return last end
@@ -55,7 +55,7 @@ local function index_at(c, id, rec, epoch)
   end
 end
 
--- How the attempt that the caller names ended or paused; nil if it is not the caller's.
+-- How the caller's attempt ended or paused; nil if the attempt is not the caller's.
 function fence.own_attempt(c, id, rec, text)
   local given = fence.parse(text)
   if given.lease_id == '' or given.attempt_id == '' or given.epoch == '' then return nil end

@@ -1,6 +1,6 @@
--- Operators' calls. No lease identifies a repeat, so each call carries a request id, and the record
--- keeps the answers of the last ones: a repeat after a lost reply gets the same answer again,
--- whatever happened since, and has no second effect.
+-- Operators' calls. They have no lease that identifies a repeat, so each carries a request id, and
+-- the record keeps the last answers: a repeat after a lost reply gets the same answer, whatever has
+-- happened since, and has no second effect.
 
 local REMEMBERED = 4
 

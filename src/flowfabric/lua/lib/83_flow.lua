@@ -1,13 +1,13 @@
--- A flow's record: a hash with what its creator gave, and `counters`, a msgpack list: how often it
--- changed, members that have not ended, members that are not trimmed, members and edges ever, the
--- graph's revision, then members by public state (engine/valkey/flow_records.py has the same order).
--- One short field costs least to read and write with each step of a member. `held_from`: members
--- with this number or a higher one wait for the release of the flow.
+-- A flow's record: a hash with the fields of its creation, and `counters`, a msgpack list: number of
+-- changes, members that have not ended, members that are not trimmed, members and edges ever added,
+-- the graph's revision, then members by public state (engine/valkey/flow_records.py has the same
+-- order). One short field is cheapest to read and write with each step of a member. `held_from`:
+-- members with this number or a higher one wait for the release of the flow.
 
 local ENDS_MEMBERS = { cancel_all = true, cancel_pending = true }
 local ABANDONED_MS, RETENTION_MS = 3600000, 86400000
 
--- The place of each counter. By `changes` an audit in several calls sees that the flow went on.
+-- The place of each counter. `changes` shows an audit of several calls that the flow has changed.
 local CHANGES, LIVE, KEPT, NODES, EDGES, REVISION = 1, 2, 3, 4, 5, 6
 local PLACES = { changes = CHANGES, live = LIVE, kept = KEPT }
 for i = 1, #S.PUBLIC do PLACES['members_' .. S.PUBLIC[i]] = REVISION + i end
@@ -34,7 +34,7 @@ function flow.read(c, flow_id)
   local known = c.flows[flow_id]
   if known == nil then
     local flat = server.call('HGETALL', K.flow(c.tag, flow_id))
-    -- Room for the usual fields from the start.
+    -- Preallocated for the usual fields.
     known = #flat > 0 and with_counters(values.fields(flat, {
       namespace = 'default', flow_kind = nil, created_at = nil, last_mutation_at = nil,
       digest = nil, counters = nil, node_count = nil, edge_count = nil, graph_revision = nil,
@@ -81,7 +81,7 @@ function flow.number(f, name)
   return place and f.counters[place] or tonumber(f[name] or 0)
 end
 
--- When a flow may be deleted, or nil: a while after its submission was given up, or after it ended
+-- When a flow may be deleted, or nil: some time after its submission was abandoned, or after it ended
 -- and its last member was deleted; at once if its parent was deleted.
 local function deletion_due(c, f)
   if f.deleting then return c.now end
@@ -92,7 +92,7 @@ local function deletion_due(c, f)
   return flow.number(f, 'kept') == 0 and clock.after(ended, RETENTION_MS) or nil
 end
 
--- Enters the flow where the projector finds it once it may be deleted, or takes it out.
+-- Schedules the flow for deletion in the projector's index, or removes it from there.
 function flow.expect_deletion(c, flow_id, f)
   local due = deletion_due(c, f)
   if due then
@@ -105,23 +105,23 @@ end
 
 function flow.is_cancelled(f) return f.cancelled_at ~= nil end
 
--- Nobody sees a flow whose submission or deletion has begun and not ended.
+-- Flows are hidden while they are being submitted or deleted.
 function flow.is_shown(f) return not f.submitting and not f.deleting end
 
--- When a flow that can be seen was created, or nil; for calls that only read.
+-- When a visible flow was created, or nil; for calls that only read.
 function flow.shown_since(tag, flow_id)
   local found = server.call('HMGET', K.flow(tag, flow_id), 'created_at', 'submitting', 'deleting')
   return found[1] and not found[2] and not found[3] and found[1] or nil
 end
 
--- The record of a flow that can be seen; ends the call if there is none.
+-- The record of a visible flow; ends the call if there is none.
 function flow.shown(c, flow_id)
   local f = flow.read(c, flow_id)
   if not f or not flow.is_shown(f) then reply.refuse('flow_not_found') end
   return f
 end
 
--- The flow's record for a call that changes it; ends the call if there is none, or it is cancelled.
+-- The flow's record for a call that changes it; ends the call if it is missing or cancelled.
 -- `submits`: the call is part of its submission.
 function flow.live(c, flow_id, submits)
   local f = submits and flow.read(c, flow_id) or flow.shown(c, flow_id)
@@ -129,7 +129,7 @@ function flow.live(c, flow_id, submits)
   return f
 end
 
--- The state that all members together give, exact because every transition counts.
+-- The state derived from all members; exact, because every transition is counted.
 function flow.derived(f)
   local function any(...)
     for _, state in ipairs({ ... }) do
@@ -147,17 +147,17 @@ end
 
 function flow.ends_members(f) return ENDS_MEMBERS[f.cancellation_policy] == true end
 
--- The cancelled flow of a member that may not run any more, or nil. `resumes`: it goes on with an
--- attempt that was running when the flow was cancelled, which `cancel_pending` allows.
-function flow.that_ends(c, rec, resumes)
+-- The cancelled flow because of which a member may no longer run, or nil. `resumes`: the member
+-- continues an attempt that was running at the cancellation, which `cancel_pending` allows.
+function flow.ending_member(c, rec, resumes)
   local f = rec.flow_id and flow.read(c, rec.flow_id)
   if not f or not flow.ends_members(f) then return nil end
   if resumes and f.cancellation_policy == 'cancel_pending' then return nil end
   return f
 end
 
--- Whether a member that waited may go on with its attempt, which only a cancelled flow asks: those
--- that waited when it was cancelled are ended first.
+-- Whether a waiting member of a cancelled flow may continue its attempt: only once the drain has
+-- ended the members that were waiting when the flow was cancelled.
 function flow.resumes(c, rec)
   return S.has_paused_attempt(rec.state)
     and not (rec.flow_id and server.call('ZSCORE', K.index(c.tag, 'cancel_backlog'), rec.flow_id))
@@ -172,7 +172,7 @@ function flow.holds(c, id, rec)
   return number and tonumber(number) >= from
 end
 
--- The state of a runnable execution whose dependencies are met, and what holds it back, if anything.
+-- The state of a runnable execution whose dependencies are met, and what still blocks it, if anything.
 function flow.unblocked(c, id, rec)
   local attempt = S.attempt(rec.state)
   if attempt == 'n' then attempt = 'f' end
@@ -193,7 +193,7 @@ function flow.block(c, id, rec)
   waiting.enter(c, id, rec)
 end
 
--- Moves a member that nothing blocks any more to where it belongs now; `...` are further fields.
+-- Moves a member that is no longer blocked to its new state and indexes; `...` are further fields.
 function flow.move_on(c, id, rec, ...)
   local state, detail = flow.unblocked(c, id, rec)
   waiting.leave(c, id, rec)
@@ -206,7 +206,7 @@ function flow.move_on(c, id, rec, ...)
   if S.is_blocked_by_dependencies(state) then subflows.open(c, id, rec) end
 end
 
--- Lets held members go, while the call has room; true if none is left.
+-- Releases held members, within the limit of the call; true if none is left.
 function flow.release(c, flow_id)
   local backlog = K.index(c.tag, 'release_backlog')
   if flow.read(c, flow_id).held_from then
@@ -228,7 +228,7 @@ function flow.release(c, flow_id)
   return false, released
 end
 
--- By how much the call changed counters of a flow so far; `settle` writes it.
+-- The changes to a flow's counters in this call so far; `settle` writes them.
 function flow.tally(c, flow_id)
   c.tally = c.tally or {}
   local tally = c.tally[flow_id]
@@ -239,13 +239,13 @@ function flow.tally(c, flow_id)
   return tally
 end
 
--- The counter of members in a state. Those of members that have not ended come first.
+-- The counter of members in a state. States that are not terminal come first.
 local counter = values.memo(function(code) return PLACES['members_' .. S.public(code)] end)
 local LAST_LIVE = PLACES.members_suspended
 
 local function add(tally, place, by) tally[place] = (tally[place] or 0) + by end
 
--- Notes a member's change of state (nil: it joined); `settle` writes it at the end of the call.
+-- Records a member's change of state (nil: it joined); `settle` writes it at the end of the call.
 function flow.count(c, flow_id, before, after)
   local old, new = before and counter(before), counter(after)
   if old == new then return end
@@ -269,7 +269,7 @@ local function finish(c, flow_id, f)
   if f.parent_execution_id then cascade.tell_parent(c, flow_id, f, state) end
 end
 
--- Notes that a member was deleted: it stays counted.
+-- Records that a member was deleted; it still counts in its state.
 function flow.count_trimmed(c, flow_id, state)
   local f = flow.read(c, flow_id)
   if not f or f.deleting then return end
@@ -310,8 +310,8 @@ local function check_finished(c, flow_id)
   end
 end
 
--- Sets the counters to what the members are in, by public state; returns what was wrong, each as
--- `<name> <stored>><counted>`. Deleted members are counted as they were.
+-- Corrects the counters from the members' public states; returns the differences, each as
+-- `<name> <stored>><counted>`. Deleted members count in their last state.
 function flow.recount(c, flow_id, f, counts)
   local drift, live, kept = {}, 0, 0
   local function compare(name, counted)
@@ -332,7 +332,7 @@ function flow.recount(c, flow_id, f, counts)
   return drift
 end
 
--- Writes what the call changed in flows, once, at its end. The end of a flow may change others.
+-- Writes the call's changes of flows, once, at its end. The end of a flow may change others.
 function flow.settle(c)
   for flow_id, added in pairs(c.new_edges or {}) do
     values.call('HSET', K.edges(c.tag, flow_id), added)
@@ -341,7 +341,7 @@ function flow.settle(c)
   while c.tally or c.grown do
     local tallies, grown = c.tally or {}, c.grown or {}
     c.tally, c.grown = nil, nil
-    -- A record that cannot be read undoes no change of a member.
+    -- An unreadable flow record must not undo changes of members.
     for flow_id, tally in pairs(tallies) do
       if not try(write, c, flow_id, tally, grown[flow_id]) then tallies[flow_id] = nil end
     end
@@ -351,7 +351,7 @@ function flow.settle(c)
         tallies[flow_id] = true
       end
     end
-    -- After all counters: the end of one flow may end others.
+    -- After writing all counters, because the end of one flow may end others.
     for flow_id in pairs(tallies) do check_finished(c, flow_id) end
   end
 end

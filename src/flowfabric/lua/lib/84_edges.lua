@@ -1,8 +1,9 @@
--- Edges and joins. An edge is stored with its child, by its place: the first edge into a child has
--- place 1, and no edge is ever removed, so that pages of wide joins need no index. Its line: letters
--- of state and kind, number, upstream, id, times since the flow's creation (made, resolved) around
--- the run that it was resolved by, input name, reference. A join is all inbound edges of a child; its
--- record has the counters (`deps`) and, unless all must succeed, the policy (`join`).
+-- Edges and joins. An edge is stored with its child under its place: the first edge into a child has
+-- place 1, and edges are never removed, so that pages of wide joins need no index. Its line has:
+-- letters of state and kind, number, upstream, id, times since the flow's creation (made, resolved)
+-- around the run that resolved it, input name, reference. A join is the set of all inbound edges of a
+-- child; the child's record has the counters (`deps`) and, unless all must succeed, the policy
+-- (`join`).
 
 edges.KINDS = { success_only = 's', terminal = 't', failure_only = 'f' }
 local SATISFIED_BY = {
@@ -11,10 +12,10 @@ local SATISFIED_BY = {
 }
 local EDGE = '^(%l)(%l) (%d+) (%S+) (%S+) (%d+)/(%d*)/(%d*) ([%w_]*) ?(.*)$'
 
--- Which counter of the join an edge is in, by its state. The others are staged (g), unsatisfied (u).
+-- The join's counter for each edge state. The other states are staged (g) and unsatisfied (u).
 edges.COUNTERS = { s = 'succeeded', i = 'failed', k = 'skipped' }
 
--- These look at a line without parsing it: joins may be wide.
+-- These read a line without parsing it, because joins may be wide.
 function edges.counter(line) return edges.COUNTERS[string.sub(line, 1, 1)] end
 function edges.is_impossible(line)
   local counter = edges.counter(line)
@@ -43,12 +44,12 @@ function edges.satisfied_by(e, outcome) return SATISFIED_BY[e.kind][outcome] == 
 function edges.id_of(c, uuid) return c.tag .. ':' .. uuid end
 function edges.uuid_of(id) return string.sub(id, -36) end
 
--- The child's id and the place of an edge in what an upstream, or the flow, has noted of it.
+-- References to an edge, kept by its upstream and its flow: the child's id and the edge's place.
 function edges.note(id, place) return edges.uuid_of(id) .. ' ' .. place end
 function edges.noted(c, text) return edges.id_of(c, string.sub(text, 1, 36)), string.sub(text, 38) end
 
--- The child, the place and the parts of an edge, or nil; no parts if the child was deleted: the note
--- remains, and another child may have got the same id.
+-- The child, the place and the parts of an edge, or nil. No parts if the child was deleted: the
+-- reference remains, and a new child may have the same id.
 function edges.find(c, flow_id, edge_id)
   local text = server.call('HGET', K.edges(c.tag, flow_id), edge_id)
   if not text then return nil end
@@ -75,15 +76,15 @@ function edges.group_text(g)
   return string.format('%d %d %d %d %s', g.n, g.succeeded, g.failed, g.skipped, g.state)
 end
 
--- The policy of a child whose edges need not all succeed, or nil. `cancels`: the others are
--- cancelled when the join is decided; `spares`: unless they feed another undecided join.
+-- The policy of a child whose edges need not all succeed, or nil. `cancels`: cancel the other
+-- upstreams when the join is decided; `spares`: except those that feed another undecided join.
 function edges.join(rec)
   if not rec.join then return nil end
   local kind, k, cancels, spares = string.match(rec.join, '^(%l) (%d+) (%l) (%d)$')
   return { kind = kind, k = tonumber(k), cancels = cancels == 'c', spares = spares == '1' }
 end
 
--- How the counters decide a join: `s`, `i`, or nil while it is open.
+-- The join's outcome by its counters: `s`, `i`, or nil while it is open.
 function edges.verdict(c, id, rec, g)
   local join = edges.join(rec)
   if not join then
@@ -91,7 +92,7 @@ function edges.verdict(c, id, rec, g)
     return g.succeeded == g.n and 's' or nil
   end
   if g.succeeded >= join.k then return 's' end
-  -- Of a child that is being created, edges may be counted that are not there yet.
+  -- For a child that is being created, the counters may include edges that are not stored yet.
   local staged = math.max(g.n, server.call('HLEN', K.into(c.tag, rec.flow_id, id)))
   if staged >= join.k and g.failed + g.skipped > staged - join.k then return 'i' end
 end
@@ -99,7 +100,7 @@ end
 -- Open edges of a child, so that an operator sees what it waits for.
 function edges.open_count(g) return g.n - g.succeeded - g.failed - g.skipped end
 
--- What a claim carries of inputs, and a page of them: more takes too long.
+-- How much a claim, or one page, carries of inputs; more takes too long.
 local INPUTS, INPUT_BYTES = 200, 1048576
 local NONE = {}
 
@@ -111,9 +112,9 @@ local function passed_by(c, e, room)
     (up[3] or room > 0) and 0 or 1 }, result and #result or 0
 end
 
--- What these edges pass on, if they are satisfied and have names, each as name, upstream, outcome,
+-- The inputs from these edges that are satisfied and have names, each as name, upstream, outcome,
 -- result, its encoding, and whether the result was left out (1 | 0); then the upstream whose end
--- decided a join of any or some. `flat`: ids and lines.
+-- decided an any_of or quorum join. `flat`: ids and lines.
 local function inputs(c, id, rec, flat)
   local passed, fired_by, room = {}, false, INPUT_BYTES
   for i = 2, #flat, 2 do
@@ -140,7 +141,7 @@ function edges.inputs_page(c, id, rec, cursor)
   return passed, fired_by, page[1]
 end
 
--- The inputs for a claim, or `later` if they are many or large: then the holder asks for pages.
+-- The inputs for a claim, or `later` if they are too many or too large: the holder then reads pages.
 function edges.claimed_inputs(c, id, rec)
   if edges.group(id, rec).n > INPUTS then return 'later' end
   local lines = server.call('HGETALL', K.into(c.tag, rec.flow_id, id))

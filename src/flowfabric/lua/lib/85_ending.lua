@@ -3,7 +3,7 @@
 local DEFAULT_RETENTION_MS = 86400000
 local NONE = {}
 local RESULT = { 'rr', '1' }
--- Larger tags are not copied to the feed: readers that filter by them read the tags themselves.
+-- Larger tags are not copied to the feed; readers that filter by tags then read them separately.
 local MAX_TAGS_BYTES = 4096
 
 local function tags_of(c, id, rec)
@@ -26,17 +26,17 @@ end
 function ending.purge_due(id, rec, moment)
   moment = moment or tonumber(rec.completed_at) or error(id .. ': completed_at: is missing', 0)
   local due = clock.after(moment, tonumber(rec.retention_ms or DEFAULT_RETENTION_MS))
-  -- A member that others need stays longer.
+  -- A member that others still need is kept longer.
   return rec.kept_until and math.max(due, tonumber(rec.kept_until)) or due
 end
 
 -- Ends an execution from any phase. how: outcome (letter), reason of the event; optional: fields
 -- (flat list for the record), source, category for the event, result (bytes), stream_reason for the
--- attempt's stream, close_reason for open waitpoints. What depends on it moves in the same call.
+-- attempt's stream, close_reason for open waitpoints. Dependents are resolved in the same call.
 function ending.finish(c, id, rec, how)
   local state = S.terminal(how.outcome, S.attempt(rec.state), rec.attempt)
   local held = S.is_active(rec.state)
-  -- Before any write: a damaged record stops the call here.
+  -- Before any write, because a damaged record stops the call here.
   local purge_due = values.text(ending.purge_due(id, rec, c.now))
   streams.close(c, id, rec, how.stream_reason)
   if held then
@@ -82,7 +82,7 @@ function ending.finish(c, id, rec, how)
   if rec.subflow then subflows.abandon(c, rec) end
 end
 
--- Lanes may contain what separates effects; engine/valkey/effects.py decodes them.
+-- Escaped, because lanes may contain the separators of effects; engine/valkey/effects.py decodes it.
 local effect_lane = values.memo(function(lane)
   return (string.gsub(lane, '[ %%:]', { [' '] = '%20', ['%'] = '%25', [':'] = '%3A' }))
 end)

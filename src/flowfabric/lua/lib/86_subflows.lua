@@ -1,11 +1,11 @@
 -- Subflows. A member of kind `subflow` owns a flow and ends when that flow finishes; no worker ever
--- claims it. Its record names the flow (`subflow`: id, then the tag if it is another one) and says
--- whether its own dependencies are met (`subflow_open`); the flow's record names the member
--- (`parent_execution_id`) and says whether it waits for it (`awaits_parent`). Between partitions the
--- two sides leave messages in `subflow_outbox`, which stay until they are delivered.
+-- claims it. Its record has the flow (`subflow`: id, then the tag if it differs) and whether its own
+-- dependencies are met (`subflow_open`). The flow's record has the member (`parent_execution_id`) and
+-- whether the flow waits for it (`awaits_parent`). Across partitions, the two sides store messages in
+-- `subflow_outbox` until they are delivered.
 
 local MAX_DEPTH = 16
--- What a result may join: more exit nodes, or more bytes, and the member has no result.
+-- Limits of a joined result: with more exit nodes, or more bytes, the member has no result.
 local MAX_EXITS, MAX_BYTES = 1000, 4194304
 
 function subflows.is_node(rec) return rec.execution_kind == 'subflow' end
@@ -17,8 +17,8 @@ end
 
 local OPPOSITE = { s = 'c', c = 's' }
 
--- Leaves a message: a list of texts as JSON, a newline, and bytes. The time makes it unique. An order
--- to start replaces one to cancel, and the other way round.
+-- Stores a message: a list of texts as JSON, a newline, and bytes. The time makes it unique. A
+-- message to start replaces one to cancel, and vice versa.
 local function post(c, kind, flow_id, parts, bytes)
   local key = K.index(c.tag, 'subflow_outbox')
   table.insert(parts, 1, values.text(c.now))
@@ -27,13 +27,13 @@ local function post(c, kind, flow_id, parts, bytes)
   cascade.counts(c).pending = 1
 end
 
--- What a message is called among failed units.
+-- The name of a message among failed units.
 local function unit_of(name)
   local kind, flow_id = string.match(name, '^(.-)|(.*)$')
   return 'm|' .. (flow_id or name) .. '|' .. (kind or '')
 end
 
--- Forgets failures to deliver a message, and an older one of its name that was set aside.
+-- Clears failed deliveries of a message, and an older message of its name that was set aside.
 function subflows.forget_failures(c, name)
   for _, index in ipairs({ 'cascade_failed', 'cascade_poison' }) do
     server.call('HDEL', K.index(c.tag, index), unit_of(name))
@@ -41,15 +41,15 @@ function subflows.forget_failures(c, name)
   server.call('HDEL', K.index(c.tag, 'subflow_parked'), name)
 end
 
--- Notes that a message could not be delivered; after some failures it is set aside.
+-- Records that a message could not be delivered; after several failures it is set aside.
 function subflows.note_failure(c, name, message, why)
   if not cascade.note_failure(c, unit_of(name), why) then return end
   server.call('HDEL', K.index(c.tag, 'subflow_outbox'), name)
   server.call('HSET', K.index(c.tag, 'subflow_parked'), name, message)
 end
 
--- The member that a flow is submitted for, and how deep the flow nests; ends the call if it cannot
--- own the flow.
+-- The member that a flow is submitted for, and the nesting depth of the flow; ends the call if the
+-- member cannot own it.
 function subflows.parent(c, id, flow_id, namespace)
   local rec = record.checked(c, id)
   local f = rec and rec.flow_id and flow.read(c, rec.flow_id)
@@ -74,35 +74,35 @@ function subflows.parent(c, id, flow_id, namespace)
   return rec, depth
 end
 
--- Makes the member own the flow. `tag`: that of the flow, if it is another one.
+-- Makes the member own the flow. `tag`: the flow's tag, if it differs.
 function subflows.attach(c, id, rec, flow_id, tag)
   if rec.subflow then return end
   record.set(c, id, rec, 'subflow', tag and flow_id .. ' ' .. tag or flow_id)
   if rec.subflow_open then record.set(c, id, rec, 'blocking_detail', 'subflow') end
 end
 
--- Lets a flow run whose parent no longer waits.
+-- Starts a flow whose parent no longer waits for its dependencies.
 function subflows.begin(c, flow_id)
   local f = flow.read(c, flow_id)
   if not f or not f.awaits_parent then return end
   flow.clear(c, flow_id, 'awaits_parent')
-  -- A cancelled flow whose policy ends no members still runs them.
+  -- A cancelled flow still runs its members if its policy does not end them.
   if not f.hold and not flow.ends_members(f) then flow.release(c, flow_id) end
 end
 
--- Asks the parent of a submitted flow in another partition whether the flow may run.
+-- Sends a message to a parent in another partition, to ask whether the submitted flow may run.
 function subflows.ask_parent(c, flow_id, f)
   post(c, 'h', flow_id, { f.parent_execution_id, f.namespace })
 end
 
--- Has a flow run again: `a`: what did not succeed, `w`: all of a finished one, `n`: all of one that
--- was cancelled; the drain replays its members. The flow does not finish before that is done.
+-- Reruns a flow: `a`: what did not succeed; `w`: all of a finished flow; `n`: all of a cancelled
+-- flow. The drain replays its members; the flow cannot finish before that is done.
 function subflows.rerun(c, flow_id, which)
   local f = flow.read(c, flow_id)
   if not f or not flow.is_shown(f) then return false end
   if which ~= 'n' and flow.is_cancelled(f) then return false end
   if which == 'n' and not flow.is_cancelled(f) and not f.finished_at then
-    -- The order to cancel never arrived.
+    -- The message to cancel never arrived.
     subflows.begin(c, flow_id)
     return true
   end
@@ -114,7 +114,7 @@ function subflows.rerun(c, flow_id, which)
   return true
 end
 
--- Ends the cancellation of a flow that runs again; false while members are left to cancel.
+-- Ends the cancellation of a flow that is rerun; false while members remain to be cancelled.
 function subflows.revive(c, flow_id)
   local f = flow.read(c, flow_id)
   if not flow.is_cancelled(f) then return true end
@@ -126,7 +126,7 @@ function subflows.revive(c, flow_id)
   return true
 end
 
--- The member waits for its flow alone from now on.
+-- From now on the member only waits for its flow.
 function subflows.open(c, id, rec)
   if rec.subflow_open then return end
   record.set(c, id, rec, 'subflow_open', '1')
@@ -139,7 +139,7 @@ function subflows.open(c, id, rec)
   if not subflows.rerun(c, flow_id, again) then subflows.detach(c, id, rec) end
 end
 
--- The flow is gone: another one may take its place.
+-- The flow was deleted, so that another one may take its place.
 function subflows.detach(c, id, rec)
   record.clear(c, id, rec, 'subflow', 'subflow_again')
   if rec.subflow_open then record.set(c, id, rec, 'blocking_detail', 'no subflow') end
@@ -162,19 +162,19 @@ function subflows.cancel(c, rec, policy, reason)
   end
 end
 
--- The member ended on its own: its flow is of no more use.
+-- Cancels the flow of a member that ended by itself.
 function subflows.abandon(c, rec)
   if rec.flow_ended then return end
   subflows.cancel(c, rec, 'cancel_all',
     rec.cancellation_reason or 'parent_' .. S.outcome_name(rec.state))
 end
 
--- The parent of a flow was deleted: the flow follows once its members have ended.
+-- The parent of a flow was deleted, so delete the flow once its members have ended.
 function subflows.orphan(c, flow_id)
   local f = flow.read(c, flow_id)
   if not f or f.deleting then return end
   flow.set(c, flow_id, 'orphan', '1')
-  -- As a rule it was cancelled, or had finished, when its parent ended.
+  -- Usually the flow had finished, or was cancelled when its parent ended.
   if flow.number(f, 'live') > 0 and not flow.ends_members(f) then
     flow_cancel.flip(c, flow_id, 'cancel_all', 'parent_deleted', 0)
   end
@@ -191,8 +191,8 @@ end
 
 local AGAIN = { s = 'w', f = 'a' }
 
--- What a member that runs again does with its flow: of a flow that failed, what did not succeed runs
--- again; any other flow runs from its start.
+-- Reruns the flow of a replayed member: of a failed flow, only what did not succeed; any other flow
+-- from its start.
 function subflows.prepare_replay(c, id, rec)
   record.clear(c, id, rec, 'subflow_open')
   if rec.subflow then
@@ -221,8 +221,8 @@ local function joined(found, all_json)
   return string.char(0xde, math.floor(#found / 256), #found % 256) .. table.concat(parts), 'msgpack'
 end
 
--- What the members without children returned, and its encoding: bytes as they are if there is one,
--- else by key; nil if there are too many, or too much.
+-- The results of the members without children, and their encoding: the bytes of a single one,
+-- otherwise by key; nil if there are too many, or too many bytes.
 local function results(c, flow_id)
   local ids = server.call('ZRANGE', K.exits(c.tag, flow_id), 0, MAX_EXITS)
   if #ids > MAX_EXITS then return nil end
@@ -250,11 +250,11 @@ local function failure(flow_id, f)
   return 'Subflow ' .. flow_id .. ' failed: ' .. table.concat(counts, ', ')
 end
 
--- Ends a member as its flow finished: completed, failed or cancelled; `gone` if there is no flow.
+-- Ends a member with the outcome of its flow: completed, failed or cancelled; `gone` without a flow.
 function subflows.finish_parent(c, id, flow_id, state, reason, encoding, result)
   local rec = record.checked(c, id)
   if not rec or S.is_terminal(rec.state) or owned(rec) ~= flow_id then return end
-  -- The flow is about to run again: this is how it ended before.
+  -- The flow is about to run again, so this is its earlier outcome.
   if rec.subflow_again
       or server.call('HEXISTS', K.index(c.tag, 'subflow_outbox'), 's|' .. flow_id) == 1 then
     return
@@ -271,7 +271,7 @@ function subflows.finish_parent(c, id, flow_id, state, reason, encoding, result)
   ending.finish(c, id, rec, { outcome = 's', reason = 'completed', fields = fields, result = result })
 end
 
--- Tells the parent of a flow that it finished.
+-- Reports to its parent that a flow has finished.
 function subflows.finished(c, flow_id, f, state)
   local id = f.parent_execution_id
   local reason, result, encoding = '', nil, nil

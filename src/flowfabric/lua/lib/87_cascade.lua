@@ -1,11 +1,11 @@
--- What the end of a member means for those that depend on it, in the same call. A call does a
--- limited number of units: an edge resolved, a member skipped or cancelled. Members whose edges are
--- left stay in `cascade_backlog`, joins whose siblings are left in `pending_cancel_groups`, and what
--- cannot be done because a record is damaged in `cascade_failed`: it never stops the rest.
+-- Resolves what depends on an ended member, in the same call. A call does a limited number of units:
+-- an edge resolved, a member skipped or cancelled. Members with unresolved edges stay in
+-- `cascade_backlog`, joins with siblings to cancel in `pending_cancel_groups`, and units that fail
+-- because a record is damaged in `cascade_failed`; a failed unit never stops the others.
 
 local PAGE = 64
 local MAX_FAILURES = 5
--- How many pages of siblings one call looks at.
+-- How many pages of siblings one call reads.
 local MAX_PAGES = 16
 local MAX_CHILDREN = 256
 
@@ -31,21 +31,21 @@ function cascade.count_resolved(c, answer)
   if answer and not NO_VERDICT[answer] then add(c, 'resolved') end
 end
 
--- The part of an answer that tells what the call did for other members; nil if nothing.
+-- The part of the reply that counts what the call did for other members; nil if nothing.
 function cascade.told(c)
   flow.settle(c)
   local done = c.counts
   return done and { done.resolved, done.promoted, done.skipped, done.cancelled, done.pending }
 end
 
--- What a failed unit is called, so that it can be tried again: parts, joined by `|`.
+-- The name under which a failed unit is retried: its parts, joined by `|`.
 function cascade.edge_name(flow_id, place, up, child)
   return { 'e', flow_id, place, up, child }
 end
 
 local function name_of(flow_id, id) return flow_id .. '|' .. edges.uuid_of(id) end
 
--- Notes that a unit failed, to be tried again; after some failures it is set aside, which it tells.
+-- Records a failed unit, to be retried. After several failures, sets it aside and returns true.
 function cascade.note_failure(c, what, why)
   local key = K.index(c.tag, 'cascade_failed')
   local before = server.call('HGET', key, what)
@@ -59,8 +59,8 @@ function cascade.note_failure(c, what, why)
   cascade.counts(c).pending = 1
 end
 
--- Does one unit; its failure concerns nobody else. The members named after it may have changed
--- before it failed: what depends on them is looked at again.
+-- Does one unit, whose failure affects no other. The members listed after it may have changed before
+-- it failed, so what depends on them is checked again.
 function cascade.unit(c, what, handle, ...)
   spend(c)
   local ok, answer = try(handle, c, ...)
@@ -73,13 +73,13 @@ local function postpone(c, flow_id, id)
   cascade.counts(c).pending = 1
 end
 
--- Replaces the child's payload by the upstream's result, if the edge says so. Of several such
--- edges, the one staged last counts.
+-- Replaces the child's payload with the upstream's result, if the edge says so. Of several such
+-- edges, the one staged last wins.
 local function pass_result(c, id, rec, e, up_id, up)
   if e.ref == '' or tonumber(rec.passed or 0) >= e.number then return false end
   local result = record.result(c, up_id, up)
   if not result then return false end
-  -- A payload never moves from its key to the record: readers look at the record first.
+  -- A payload never moves from its key to the record, because readers check the record first.
   if record.is_small(result) and not rec.payload_key then
     record.set(c, id, rec, 'payload', result)
   else
@@ -96,8 +96,8 @@ local function pass_result(c, id, rec, e, up_id, up)
   return true
 end
 
--- Whether a member feeds another undecided join. Of very many children only the first are looked at:
--- then it is spared.
+-- Whether a member feeds another undecided join. Only the first of very many children are checked; the
+-- member then counts as one that does.
 local function feeds_another(c, flow_id, up_id, child)
   local key = K.out(c.tag, flow_id, up_id)
   local members = server.call('ZRANGE', key, 0, MAX_CHILDREN - 1)
@@ -125,21 +125,21 @@ local function cancel_sibling(c, flow_id, child, up_id, reason, spares)
   add(c, 'cancelled')
 end
 
--- Whether an upstream can still be cancelled, for little; a record that cannot be read is no answer.
+-- A cheap check whether an upstream can still be cancelled; true if its record is unreadable.
 local function may_live(c, up_id)
   local ok, state = try(server.call, 'HGET', K.core(c.tag, up_id), 'state')
   return not ok or (state and not (S.is_code(state) and S.is_terminal(state)))
 end
 
--- The lines of the edges into a child that have these places, as far as there are any.
+-- The lines of the existing edges into a child with these places.
 local function lines_at(key, first, last)
   local places = {}
   for place = first, last do places[#places + 1] = place end
   return server.call('HMGET', key, unpack(places))
 end
 
--- Cancels upstreams that a decided join no longer needs; true if all are handled. The scan goes on
--- after the last edge that an earlier call handled, so that spared upstreams take room once.
+-- Cancels upstreams that a decided join no longer needs; true if all are handled. The scan continues
+-- after the last edge that an earlier call handled, so that spared upstreams are checked only once.
 function cascade.cancel_siblings(c, id, rec)
   local join, flow_id = edges.join(rec), rec.flow_id
   local key, place = K.into(c.tag, flow_id, id), tonumber(rec.sibling_scan or 0)
@@ -170,7 +170,7 @@ end
 
 local REASONS = { s = 'sibling_quorum_satisfied', i = 'sibling_quorum_impossible' }
 
--- Has the upstreams cancelled of edges that belong to a join which was decided before they came.
+-- Schedules the cancellation of upstreams whose edges were added after their join was decided.
 function cascade.cancel_later(c, id)
   local rec = record.read(c, id)
   local join = rec and edges.join(rec)
@@ -184,11 +184,11 @@ end
 -- Moves the child of a join that has just been decided, with the given fields for its record.
 function cascade.move(c, id, rec, verdict, fields)
   if not S.is_blocked_by_dependencies(rec.state) or rec.subflow_open then
-    -- A running or suspended child looks at it when it waits next.
+    -- A running or suspended child checks its join when it next waits.
     for i = 1, #fields, 2 do record.set(c, id, rec, fields[i], fields[i + 1]) end
     return
   end
-  local f = flow.that_ends(c, rec, flow.resumes(c, rec))
+  local f = flow.ending_member(c, rec, flow.resumes(c, rec))
   if f then
     ending.cancel(c, id, rec, 'flow_cascade', f.cancel_reason, fields)
     add(c, 'cancelled')
@@ -224,8 +224,9 @@ local function decide(c, id, rec, verdict, e, fields)
   end
 end
 
--- Tells one child that one upstream ended. Returns satisfied, impossible, pending, already_fired,
--- already_resolved or invalid_dependency; and whether the child got the result, or was skipped.
+-- Resolves one child's edge from an ended upstream. Returns satisfied, impossible, pending,
+-- already_fired, already_resolved or invalid_dependency; and whether the child got the result, or was
+-- skipped.
 function cascade.resolve(c, flow_id, place, id, up_id, up)
   local key, f = K.into(c.tag, flow_id, id), flow.read(c, flow_id)
   local text = server.call('HGET', key, place)
@@ -255,7 +256,7 @@ function cascade.resolve(c, flow_id, place, id, up_id, up)
     and pass_result(c, id, rec, e, up_id, up)
   if verdict then
     decide(c, id, rec, verdict, e, { 'deps', edges.group_text(g) })
-    -- In the call that ended the upstream, no time has passed.
+    -- The delay is zero in the call that ended the upstream.
     local ended = verdict == 's' and tonumber(up.completed_at) or c.now
     if ended < c.now then reply.add_effect('H' .. values.text(c.now - ended)) end
   else
@@ -308,8 +309,8 @@ local function process(c, work)
   end
 end
 
--- Resolves what depends on these ended members ({ id, rec, marked }), and on those that end by it.
--- Whatever goes wrong, their own end stands, and nothing is lost: the rest is in the backlog.
+-- Resolves what depends on these ended members ({ id, rec, marked }), and on members that end as a
+-- result. If something fails, their own end remains valid, and the rest stays in the backlog.
 function cascade.run(c, work)
   c.work = work
   local ok, why = pcall(process, c, work)
@@ -329,7 +330,7 @@ function cascade.ended(c, id, rec)
   c.work[#c.work + 1] = each
 end
 
--- Tries again what failed; `entry` as noted by `unit`. Messages are delivered by the callers.
+-- Retries a failed unit; `entry` as recorded by `unit`. Callers deliver messages themselves.
 function cascade.retry(c, entry)
   if string.sub(entry, 1, 2) == 'm|' then return end
   local kind, flow_id, a, b, d = string.match(entry, '^(%a)|([^|]+)|([^|]+)|?([^|]*)|?([^|]*)$')
@@ -375,7 +376,7 @@ function cascade.retry(c, entry)
   end
 end
 
--- Tells the parent of a flow that it finished, as a unit.
+-- Reports to its parent that a flow has finished, as a unit.
 function cascade.tell_parent(c, flow_id, f, state)
   cascade.unit(c, { 'f', flow_id, state }, subflows.finished, flow_id, f, state)
 end
@@ -387,7 +388,7 @@ function cascade.cancel_member(c, flow_id, id)
   end)
 end
 
--- Lets a held member go, as a unit; true if it had been held.
+-- Releases a held member, as a unit; true if it was held.
 function cascade.release_member(c, flow_id, id)
   return cascade.unit(c, { 'h', flow_id, edges.uuid_of(id) }, function()
     local rec = record.checked(c, id)

@@ -1,4 +1,4 @@
--- Cancelling a flow: the flip, then its members in their order, as far as each call reaches.
+-- Cancelling a flow: marking it, then cancelling its members in order, a limited number per call.
 
 local PAGE = 64
 local STRENGTH = { flow_only = 1, cancel_pending = 2, cancel_all = 3 }
@@ -6,30 +6,31 @@ local PENDING = { 'waiting', 'delayed', 'rate_limited', 'waiting_children' }
 
 function flow_cancel.strength(policy) return STRENGTH[policy] or 1 end
 
--- Cancels a member as far as the flow's policy reaches: cancelled, or settled if nothing is owed.
+-- Cancels a member if the flow's policy includes it: `cancelled`, or `settled` if there is nothing to
+-- do.
 function flow_cancel.member(c, flow_id, id)
   local f, rec = flow.read(c, flow_id), record.checked_lease(c, id)
   if not f or not rec or S.is_terminal(rec.state) then return 'settled' end
   local child, policy = rec.subflow, f.cancellation_policy
   if policy ~= 'cancel_all' and child then
     subflows.cancel(c, rec, policy, f.cancel_reason)
-    -- A subflow that runs goes on to its end, as a running attempt does.
+    -- A running subflow may finish, like a running attempt.
     if rec.subflow_open then return 'settled' end
     -- A subflow without a running member finishes at once, which ends the member.
-    record.look_again(c, id, rec)
+    record.reload_state(c, id, rec)
     if S.is_terminal(rec.state) then return 'cancelled' end
   end
   if not flow.ends_members(f) then return 'settled' end
   if policy == 'cancel_pending' then
-    -- A running attempt, also one that has just been resumed, goes on to its end.
-    local goes_on = S.is_eligible(rec.state) and S.has_paused_attempt(rec.state)
-    if not S.is_runnable(rec.state) or goes_on then return 'settled' end
+    -- A running attempt may finish, even one that has just been resumed.
+    local continues = S.is_eligible(rec.state) and S.has_paused_attempt(rec.state)
+    if not S.is_runnable(rec.state) or continues then return 'settled' end
   end
   ending.cancel(c, id, rec, 'flow_cascade', f.cancel_reason)
   return 'cancelled'
 end
 
--- How many members are still owed a cancel while the drain has not reached the last one.
+-- How many members the drain still has to handle.
 function flow_cancel.owed(f)
   if not flow.ends_members(f) then return 0 end
   if f.cancellation_policy == 'cancel_all' then return flow.number(f, 'live') end
@@ -38,7 +39,7 @@ function flow_cancel.owed(f)
   return count
 end
 
--- Cancels members while the call has room; returns how many were cancelled, how many needed
+-- Cancels members, within the limit of the call; returns how many were cancelled, how many needed
 -- nothing, and how many are left.
 function flow_cancel.drain(c, flow_id)
   local f, key = flow.read(c, flow_id), K.members(c.tag, flow_id)

@@ -1,6 +1,6 @@
 -- Recording signals and deciding their effect.
 
--- What a signal does to the open suspension; writes nothing.
+-- The effect of a signal on the open suspension; writes nothing.
 function signals.judge(c, id, condition, signal)
   local made, referred = conditions.marks(condition, signal)
   if #made == 0 then
@@ -25,8 +25,8 @@ local EVIDENCE = { appended_to_waitpoint = true, resume_condition_satisfied = tr
 local OPTIONAL = { 'signal_category', 'source_type', 'source_identity', 'correlation_id',
   'idempotency_key', 'created_at', 'payload_encoding' }
 
--- Stores an accepted signal with its effect. `most` limits the waitpoint's own list, but never drops
--- what contributed to its condition: a restarted handler decides by the list.
+-- Stores an accepted signal with its effect. `most` limits the waitpoint's list, but never drops a
+-- signal that contributed to its condition, because a restarted handler evaluates the list.
 function signals.record(c, id, rec, point, signal, effect, most)
   local args = {
     'HSET', K.signal(id, signal.id), 'target_waitpoint_id', signal.waitpoint_id,

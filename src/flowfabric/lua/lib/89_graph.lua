@@ -3,7 +3,7 @@
 local MAX_WALK = 10000
 local EMPTY_LIST = '\144'
 
--- What edges need of an upstream; read once per call.
+-- What edges need to know about an upstream; read once per call.
 local function upstream(c, id)
   c.upstreams = c.upstreams or {}
   local known = c.upstreams[id]
@@ -29,7 +29,7 @@ local function grow(c, flow_id, f, name)
   c.grown[flow_id] = true
 end
 
--- Makes an execution a member; its record has the flow's id already.
+-- Makes an execution a member; its record already has the flow's id.
 function graph.add_member(c, flow_id, f, id, rec)
   grow(c, flow_id, f, 'node_count')
   c:zadd(K.members(c.tag, flow_id), f.node_count, id)
@@ -119,7 +119,7 @@ function graph.add_edge(c, flow_id, f, id, each, state)
   return e, up, place
 end
 
--- Resolves an applied edge whose upstream has ended already; returns the answer, or nil.
+-- Resolves an applied edge whose upstream has already ended; returns the answer, or nil.
 function graph.resolve_ended(c, flow_id, place, id, up_uuid)
   local up_id = edges.id_of(c, up_uuid)
   local up = record.read(c, up_id)
@@ -129,8 +129,8 @@ function graph.resolve_ended(c, flow_id, place, id, up_uuid)
   return answer
 end
 
--- Adds further edges to members that earlier calls of the same submission created: their joins count
--- these edges already. Late edges in form.
+-- Adds more edges to members that earlier calls of the same submission created; their joins already
+-- count these edges. They have the form of late edges.
 function graph.widen(c, flow_id, more)
   local f, ended, wide = flow.read(c, flow_id), {}, {}
   for _, each in ipairs(more) do
@@ -148,15 +148,15 @@ function graph.widen(c, flow_id, more)
   for id in pairs(wide) do cascade.cancel_later(c, id) end
 end
 
--- Makes a staged edge count. Returns how many edges of the child are open, and the answer of an
--- upstream that has ended already.
+-- Applies a staged edge. Returns how many edges of the child are open, and the answer of an upstream
+-- that has already ended.
 function graph.apply(c, flow_id, id, rec, place, e)
   if S.is_terminal(rec.state) then reply.refuse('terminal') end
   e.state = 'u'
   server.call('HSET', K.into(c.tag, flow_id, id), place, edges.format(e))
   local g = edges.group(id, rec)
   g.n = g.n + 1
-  -- A decided join stays decided, but one of all that was satisfied waits for the new edge, too.
+  -- A decided join stays decided, except that a satisfied join of all also waits for the new edge.
   local reopened = g.state == 'p' or g.state == 's' and not rec.join
   if reopened then g.state = 'p' end
   record.set(c, id, rec, 'deps', edges.group_text(g))
@@ -177,8 +177,8 @@ local function children(c, flow_id, id)
   return ids
 end
 
--- Members that a walk from `id` along edges visits, with the ranks that a new edge from a member of
--- `rank` to it demands. The error if it meets `up_id`, or visits too many.
+-- The members reached by a walk from `id` along edges, with the ranks required by a new edge to `id`
+-- from a member with `rank`. The error if the walk reaches `up_id`, or too many members.
 local function walk(c, flow_id, id, up_id, rank)
   local ranks, list, at, visited = { [id] = rank + 1 }, { id }, 1, 0
   while list[at] do
@@ -206,18 +206,18 @@ local function may_close(c, flow_id, up_id, id)
     and server.call('EXISTS', K.into(c.tag, flow_id, up_id)) == 1
 end
 
--- The error if an edge would close a cycle, or nil; then the ranks of all that follow are raised.
+-- The error if an edge would close a cycle, or nil after raising the ranks of all that follow.
 function graph.cycle_problem(c, flow_id, up_id, id)
   local up, child = upstream(c, up_id), upstream(c, id)
   if up.rank < child.rank then return nil end
-  -- A lower rank for one member is less than higher ones for all that follow.
+  -- Lowering the rank of one member is cheaper than raising those of all that follow.
   if not may_close(c, flow_id, up_id, id) then return set_rank(c, up_id, child.rank - 1) end
   local ranks, problem = walk(c, flow_id, id, up_id, up.rank)
   if problem then return problem end
   for each, rank in pairs(ranks) do set_rank(c, each, rank) end
 end
 
--- The existing members that a member, new or not, comes after through new ones.
+-- The existing members upstream of a member, directly or through new members.
 local function existing_before(c, created, id, found, seen)
   if not created[id] then
     found[id] = true
@@ -279,7 +279,7 @@ local function floor_of(c, fresh, created, late)
   return floor
 end
 
--- Whether a flow has all these members and edges, so that adding them again changes nothing.
+-- Whether a flow already has all these members and edges.
 function graph.is_stored(c, flow_id, items, late, more)
   local wanted = { late, more }
   for _, item in ipairs(items) do
@@ -351,7 +351,7 @@ function graph.extend(c, flow_id, items, late, more, holds)
   return #fresh + #late
 end
 
--- Lets members run that were held until all of an extension was there.
+-- Releases members that were held until their whole extension was stored.
 function graph.end_extension(c, flow_id)
   if not flow.read(c, flow_id).extending then return end
   flow.clear(c, flow_id, 'extending')

@@ -36,14 +36,14 @@ end
 
 function retry.allowed(c, rec, policy, category)
   if type(policy) ~= 'table' or NEVER[category] then return false end
-  if flow.that_ends(c, rec) then return false end
+  if flow.ending_member(c, rec) then return false end
   local categories = policy.retryable_categories or {}
   if #categories > 0 and not values.contains(categories, category) then return false end
   return tonumber(rec.retry_count or 0) < tonumber(policy.max_retries or 3)
 end
 
--- Spreads a delay over its upper half. Scripts see the same math.random on every run, so the draw
--- comes from a hash of what is unique to this failure.
+-- Picks a delay from the upper half of the given one. math.random is the same on every run of a
+-- script, so the random number comes from a hash of what is unique to this failure.
 local function jittered(delay, seed)
   local low = math.ceil(delay / 2)
   local draw = tonumber(string.sub(server.sha1hex(seed), 1, 8), 16) / 4294967296
@@ -57,7 +57,7 @@ local function backoff_ms(policy, n, seed)
     delay = tonumber(backoff.delay_ms)
   else
     delay = tonumber(backoff.initial_delay_ms or 1000)
-    -- 0 times an overflow is not a number.
+    -- 0 times infinity is NaN.
     if delay > 0 then delay = delay * tonumber(backoff.multiplier or 2) ^ n end
     delay = math.min(delay, tonumber(backoff.max_delay_ms or 60000))
   end

@@ -12,8 +12,8 @@ local function positive(value)
   if value and value > 0 then return bounded(value) end
 end
 
--- The sorted CSV of a list of capabilities, nil for none, or nil and what is wrong with it. Callers
--- validate policies first; this is the last line of defence.
+-- The sorted CSV of a list of capabilities, nil for none, or nil and the problem. Callers validate
+-- policies first, but this protects the indexes.
 local function capabilities_csv(tokens)
   if tokens == nil then return nil end
   if type(tokens) ~= 'table' then return nil, 'not_array' end
@@ -73,8 +73,8 @@ local function extract(policy)
   }
 end
 
--- What the record needs of a policy. The wrong type is refused here: an error later would stop a
--- batch half-way.
+-- What the record needs of a policy. A wrong type is an error here, because a later error would stop
+-- a batch half-way.
 local function digest(text)
   local ok, policy = pcall(cjson.decode, text)
   if ok and (type(policy) ~= 'table' or #policy > 0) then
@@ -83,7 +83,7 @@ local function digest(text)
   local readable, found = pcall(extract, policy)
   return ok and readable and found or { error = reply.err('invalid_policy_json', 'malformed') }
 end
--- Most executions share a policy with others; a long one is not worth its memory.
+-- Cached, because most executions share a policy; a long one is not worth the memory.
 local KEPT_BYTES = 4096
 local kept_digest = values.memo(digest)
 
@@ -94,7 +94,7 @@ end
 
 local UUID_BYTES = 36
 
--- The id that an idempotency key stands for, or nil. Its entry is the id, then the digest as hex.
+-- The id that belongs to an idempotency key, or nil. The entry is the id, then the digest as hex.
 function creating.keyed(c, namespace, idem, given)
   local entry = server.call('GET', K.idem(c.tag, namespace, idem))
   if not entry then return nil end
@@ -107,8 +107,8 @@ function creating.keyed(c, namespace, idem, given)
   return stored
 end
 
--- Ends the call if the lane is no longer spread over as many partitions as the submitter believes:
--- a repeat would look for the key elsewhere.
+-- Ends the call if the lane's number of partitions is not the one that the submitter assumed: a
+-- repeat would look for the key in another partition.
 local function check_placement(c, lane, view)
   local shards = server.call('HGET', K.lane(c.tag, lane, 'placed'), 'spread_over') or '1'
   if shards ~= view then reply.refuse('lane_placement_changed', lane, shards) end
@@ -122,7 +122,7 @@ local function existing(c, id, lane, namespace, opts)
     if opts.view then check_placement(c, lane, opts.view) end
   end
   if opts.is_new then return nil end
-  -- Usually none of these exists, and one command tells it.
+  -- Usually none of these exists, which one command can check.
   local core, backlog = K.core(c.tag, id), K.index(c.tag, 'purge_backlog')
   if c.lanes[lane] then
     if server.call('EXISTS', core, backlog) == 0 then return nil end
@@ -131,7 +131,7 @@ local function existing(c, id, lane, namespace, opts)
     return nil
   end
   if server.call('EXISTS', core) == 1 then
-    -- It is not named: the caller may not see that namespace.
+    -- The error does not name the execution: the caller may not see its namespace.
     if (server.call('HGET', core, 'namespace') or 'default') ~= namespace then
       reply.refuse('invalid_input', 'execution_id: exists in another namespace')
     end
@@ -140,7 +140,7 @@ local function existing(c, id, lane, namespace, opts)
   reply.stop_with(purging.finish_problem(c, id))
 end
 
--- Whether none of these ids is in use; one command tells it for all.
+-- Whether none of these ids is in use, in one command.
 function creating.are_new(c, ids)
   local cores = {}
   for i, id in ipairs(ids) do cores[i] = K.core(c.tag, id) end
@@ -228,7 +228,7 @@ local function join_flow(c, f, id, rec, opts)
     if S.is_terminal(up.state) then ended[#ended + 1] = { place, e.upstream } end
   end
   for _, each in ipairs(ended) do graph.resolve_ended(c, flow_id, each[1], id, each[2]) end
-  if #ended > 0 then record.look_again(c, id, rec) end
+  if #ended > 0 then record.reload_state(c, id, rec) end
 end
 
 -- The digest of the policy; ends the call if the lane or the policy is refused.
@@ -245,7 +245,7 @@ local function accepted(c, lane, opts)
   return policy
 end
 
--- What would refuse a new execution, or nil; writes nothing that stays.
+-- The error that a new execution would get, or nil; leaves nothing written.
 function creating.problem(c, opts)
   local ok, answer = try(accepted, c, opts.lane or 'default', opts)
   if not ok then error(answer, 0) end

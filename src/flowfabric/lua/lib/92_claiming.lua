@@ -62,7 +62,7 @@ end
 
 -- Ends a member of a cancelled flow instead of handing it out; nil if it may run.
 function claiming.ends_with_flow(c, id, rec, mode)
-  local f = rec.flow_id and flow.that_ends(c, rec, mode == 'resumed')
+  local f = rec.flow_id and flow.ending_member(c, rec, mode == 'resumed')
   if not f then return nil end
   ending.cancel(c, id, rec, 'flow_cascade', f.cancel_reason)
   return true

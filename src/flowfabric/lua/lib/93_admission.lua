@@ -47,7 +47,7 @@ function admission.unblock(c, id, rec, expected)
       or (reason == OPERATOR and rec.flow_id and flow.holds(c, id, rec)) then
     return reply.err('execution_not_eligible')
   end
-  local f = flow.that_ends(c, rec, flow.resumes(c, rec))
+  local f = flow.ending_member(c, rec, flow.resumes(c, rec))
   if f then
     ending.cancel(c, id, rec, 'flow_cascade', f.cancel_reason)
     return nil, 'cancelled'

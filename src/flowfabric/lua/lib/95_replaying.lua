@@ -4,7 +4,7 @@ local DEFAULT_MAX_REPLAYS = 10
 local PAGE = 64
 -- How many executions an error names.
 local MAX_NAMED = 100
--- What running a member again costs, in edges resolved.
+-- The cost of rerunning a member, in resolved edges.
 local UNITS = 4
 
 -- The record has the last failure of any attempt; the archive only what ended this one.
@@ -17,7 +17,7 @@ local function ended_with(rec)
     ended_by = rec.ended_by }
 end
 
--- Upstreams that ended otherwise than the edges of a member demand.
+-- Upstreams whose outcome does not satisfy a member's edges.
 local function unmet(c, id, rec)
   local found = {}
   for _, line in ipairs(server.call('HVALS', K.into(c.tag, rec.flow_id, id))) do
@@ -38,7 +38,7 @@ local function waits_again(id, rec)
   return not ran and edges.group(id, rec).state ~= 's'
 end
 
--- Those of them that were deleted, if the join can never be satisfied without them.
+-- The deleted ones among them, if the join can never be satisfied without them.
 local function lost(c, id, rec, ended)
   local gone = {}
   for _, up_id in ipairs(ended) do
@@ -75,7 +75,7 @@ local function archive(c, id, rec)
   record.archive(c, id, rec, ended, ended_with(rec))
 end
 
--- The line of an edge that is open again, and the edge.
+-- The line of a reopened edge, and the edge.
 local function opened_line(id, line)
   local e = edges.parse(id, line)
   e.state, e.resolved = 'u', ''
@@ -86,8 +86,8 @@ local function comes_from(id, line, upstream)
   return string.find(line, upstream, 1, true) and edges.parse(id, line).upstream == upstream
 end
 
--- Opens edges of a member again: the impossible ones, and those from `upstream`. They accept a later
--- run of their upstream only. Returns the counters, and the edges that were opened.
+-- Reopens edges of a member: the impossible ones, and those from `upstream`. They only accept a later
+-- run of their upstream. Returns the counters, and the reopened edges.
 local function open_edges(c, id, rec, upstream)
   local key, g, opened, lines = K.into(c.tag, rec.flow_id, id), edges.group(id, rec), {}, {}
   local flat = server.call('HGETALL', key)
@@ -109,15 +109,15 @@ local function open_edges(c, id, rec, upstream)
   return g, opened
 end
 
--- Whether the upstream of an opened edge has ended again meanwhile.
+-- Whether the upstream of a reopened edge has ended again since.
 local function has_ended_again(c, e)
   local up = server.call('HMGET', K.core(c.tag, edges.id_of(c, e.upstream)), 'state', 'replay_count')
   return up[1] and S.is_code(up[1]) and S.is_terminal(up[1])
     and tonumber(up[2] or 0) > tonumber(e.run)
 end
 
--- Runs a terminal execution again; a member that never got past its dependencies waits for them.
--- `how`: reason, requested_by, keeps_steps; `upstream`: only edges from this one are opened again.
+-- Reruns a terminal execution; a member whose dependencies were never met waits for them. `how`:
+-- reason, requested_by, keeps_steps; `upstream`: reopen only the edges from this one.
 function replaying.run_again(c, id, rec, how, upstream)
   local policy = record.policy(c, id)
   local count, keeps_steps = tonumber(rec.replay_count or 0), how.keeps_steps
@@ -170,17 +170,17 @@ function replaying.run_again(c, id, rec, how, upstream)
     if gated then flow.move_on(c, id, rec) else waiting.ring(c, rec) end
   end
   if not waits then return end
-  -- Also of a decided join: another upstream may reopen it, and nobody else resolves these.
+  -- Even if the join is decided: another upstream may reopen it, and nothing else resolves these.
   for _, each in ipairs(opened) do
     local place, e = each[1], each[2]
     if has_ended_again(c, e) then graph.resolve_ended(c, rec.flow_id, place, id, e.upstream) end
   end
-  record.look_again(c, id, rec)
+  record.reload_state(c, id, rec)
 end
 
 local HOW = { reason = 'upstream replayed', requested_by = '' }
 
--- Has a child that another upstream reopened before wait for the new run of this one, too.
+-- Makes a child that another upstream has reopened also wait for the new run of this one.
 local function reopen_more(c, id, rec, place, line)
   local blocked, g = S.is_blocked_by_dependencies(rec.state), edges.group(id, rec)
   if rec.subflow_open or not blocked and g.state ~= 's' then return end
@@ -193,8 +193,8 @@ local function reopen_more(c, id, rec, place, line)
   if has_ended_again(c, e) then graph.resolve_ended(c, rec.flow_id, place, id, e.upstream) end
 end
 
--- Reopens one child of a member that runs again, if it has ended; returns its record then. `run`:
--- that of the member; what it has decided already stands.
+-- Reopens one child of a replayed member, if the child has ended; then returns its record. `run`: the
+-- member's run; what that run has already decided stays valid.
 local function reopen_child(c, id, upstream, all, place, run)
   local rec = record.checked(c, id)
   if not rec then return nil end
@@ -217,8 +217,8 @@ local function reopen_child(c, id, upstream, all, place, run)
   return rec
 end
 
--- Reopens what depends on these members ({ id, rec }), as far as the call reaches; the rest stays in
--- `reopen_backlog`. Returns how many were reopened.
+-- Reopens what depends on these members ({ id, rec }), within the limit of the call; the rest stays
+-- in `reopen_backlog`. Returns how many were reopened.
 function replaying.reopen(c, work, all)
   local i, count = 1, 0
   local backlog = K.index(c.tag, 'reopen_backlog')
@@ -264,7 +264,7 @@ local ENDED = {
 local PREFIX = { f = 'p', a = 'P', w = 'w' }
 local BY_FLOW = { reason = 'flow replayed', requested_by = '' }
 
--- Replays one member of a flow, if `which` means it; true if it runs again.
+-- Replays one member of a flow, if `which` includes it; true if it did.
 function replaying.member(c, id, which)
   local rec = record.checked(c, id)
   local ended = rec and S.is_terminal(rec.state) and S.outcome(rec.state)
@@ -274,10 +274,10 @@ function replaying.member(c, id, which)
   return true, rec
 end
 
--- Replays members of a flow, and reopens what was skipped after them: `f`: those that failed, `a`:
--- those that ended without success, `w`: the whole flow from its roots. As far as the call reaches;
--- the rest stays in `replay_backlog`. Returns how many were replayed and reopened, and whether some
--- are left.
+-- Replays members of a flow and reopens what was skipped after them: `f`: those that failed; `a`:
+-- those that ended without success; `w`: the whole flow from its roots. Works within the limit of the
+-- call; the rest stays in `replay_backlog`. Returns how many were replayed and reopened, and whether
+-- some are left.
 function replaying.flow(c, flow_id, from, which)
   local key, backlog = K.members(c.tag, flow_id), K.index(c.tag, 'replay_backlog')
   local replayed, reopened, last = 0, 0, false

@@ -1,6 +1,6 @@
 -- Deleting members, and whole flows, a limited number per call.
 
--- How many members one call deletes, how many children it looks at, and when it looks again.
+-- How many members one call deletes, how many children it checks, and when it checks again.
 local MEMBERS, CHILDREN, PAGE, AGAIN_MS = 40, 256, 64, 60000
 local POISON = 100
 
@@ -26,8 +26,8 @@ local function past_ended(c, id, rec)
   return from, false
 end
 
--- Whether a member must stay: a child of it has not ended, or does not know of its end. The children
--- are looked at again later, from the first that had not ended.
+-- Whether a member is still needed: a child of it has not ended, or its end is not resolved there.
+-- Later checks start at the first child that had not ended.
 function flow_purging.is_needed(c, id, rec)
   if not rec.flow_id then return false end
   local from, all = rec.children_ended, false
@@ -49,7 +49,7 @@ function flow_purging.forget(c, id, rec)
   flow.count_trimmed(c, rec.flow_id, rec.state)
 end
 
--- Deletes a member in whatever state it is.
+-- Deletes a member in any state.
 local function delete(c, flow_id, id)
   local ok, rec = try(record.read, c, id)
   if not ok or not rec then
@@ -72,7 +72,7 @@ local function forget_poison(c, flow_id)
   for i = 1, #page[2], 2 do server.call('HDEL', key, page[2][i]) end
 end
 
--- Deletes members of a flow that is marked so and, when none is left, the flow; true if all is gone.
+-- Deletes members of a flow that is marked for deletion, then the flow; true once all is deleted.
 function flow_purging.step(c, flow_id)
   local ids = server.call('ZRANGE', K.members(c.tag, flow_id), 0, MEMBERS - 1)
   for _, id in ipairs(ids) do delete(c, flow_id, id) end
@@ -90,8 +90,8 @@ function flow_purging.step(c, flow_id)
   return true
 end
 
--- The record of a flow that is to be created, or nil. One whose deletion has begun is deleted first;
--- the error if that is too much for one call, a repeat continues.
+-- The existing record of a flow to create, or nil. A flow whose deletion has begun is deleted first;
+-- the error if that takes more than one call, which a repeat continues.
 function flow_purging.replaceable(c, flow_id)
   local f = flow.read(c, flow_id)
   if not f or not f.deleting then return f end

@@ -6,8 +6,8 @@ local function delete(keys)
   for first, last in values.pieces(keys) do server.call('DEL', unpack(keys, first, last)) end
 end
 
--- Deletes the keys of the ids in a listing, while there is room; returns how much room is left. A
--- listing of the wrong type lists nothing, and is deleted.
+-- Deletes the keys of the ids in a listing, within the limit; returns how much is left of it. A
+-- listing of the wrong type counts as empty and is deleted.
 local function delete_listed(key, pop, step, room, keys_of)
   while room > 0 do
     local readable, ids = try(server.call, pop, key, math.ceil(room / 2))
@@ -47,8 +47,8 @@ local function delete_attempts(c, id, count, room, output)
   return count
 end
 
--- One limited step; the steps of a call share what it may delete. What is left is the number of
--- attempts, with an `s` if they had output; nil if all is gone.
+-- One step; the steps of a call share its limit. `left` is the number of remaining attempts, with an
+-- `s` if they had output; returns the new value, nil once all is deleted.
 function purging.step(c, id, left)
   local attempts, output = tonumber(string.match(left, '%d+')), string.find(left, 's', 1, true)
   c.purge_room = c.purge_room or STEPS * CHUNK
@@ -60,7 +60,7 @@ function purging.step(c, id, left)
   return values.text(rest) .. (output and 's' or '')
 end
 
--- Deletes a terminal execution; returns whether all its keys are gone. If not, ff_purge continues.
+-- Deletes a terminal execution; returns whether all its keys are deleted. If not, ff_purge continues.
 function purging.delete(c, id, rec)
   server.call('DEL', K.core(c.tag, id), K.policy(c.tag, id), K.payload(c.tag, id),
     K.result(c.tag, id), K.tags(c.tag, id), K.history(c.tag, id), K.grant(c.tag, id),
@@ -76,8 +76,8 @@ function purging.delete(c, id, rec)
   return not left
 end
 
--- Deletes everything left of a trimmed execution, so that a new one with its id does not find any
--- of it. The error if that is too much for one call; a repeat continues.
+-- Deletes the remains of a trimmed execution, so that a new one with its id starts empty. The error
+-- if that takes more than one call, which a repeat continues.
 function purging.finish_problem(c, id)
   local backlog = K.index(c.tag, 'purge_backlog')
   local left = server.call('HGET', backlog, id)

@@ -1,6 +1,6 @@
 -- Calls that take many executions at once.
 
--- Limits of a call with several items. The engine's own callers send about half the bytes.
+-- Limits of a call with several items. The engine's callers send about half as many bytes.
 local MAX_ITEMS, MAX_BYTES = 256, 8388608
 
 function batch.excess(args, count)
@@ -21,7 +21,7 @@ function batch.each(ids, first, handle)
   return answers
 end
 
--- Registers `handle(c, id, args)`, which answers one word for each id from argument `first` on.
+-- Registers `handle(c, id, args)`, which returns one word for each id from argument `first` on.
 function batch.register_function(name, first, handle, flags)
   register(name, function(keys, args)
     local c = Context.open(keys[1])

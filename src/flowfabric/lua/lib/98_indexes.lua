@@ -27,8 +27,8 @@ function indexes.existing(names)
   return found
 end
 
--- What the names of a lane's keys begin with. Built here: the names of every lane and partition would
--- displace those that are kept.
+-- The prefix of a lane's keys. Not cached: the names of every lane and partition would displace
+-- others.
 function indexes.of_lane(tag, lane) return K.index(tag, '') .. 'lane:' .. K.lane_part(lane) .. ':' end
 
 function indexes.add_lane(names, tag, lane)
@@ -37,11 +37,11 @@ function indexes.add_lane(names, tag, lane)
   names[#names + 1] = part .. 'sigs'
 end
 
--- How many indexes or records one call looks at: about a millisecond.
+-- How many indexes or records one call reads: about a millisecond.
 local AT_ONCE = 500
 
--- What `read(tag, lane)` returns for the lanes of partitions (tag, number of lanes, lanes), until
--- they cost more than one call may; it also returns what a lane costs.
+-- The results of `read(tag, lane)` for the lanes of partitions (tag, number of lanes, lanes), until
+-- the limit of a call; `read` also returns the cost of a lane.
 function indexes.of_places(args, read)
   local found, left, at = {}, AT_ONCE, 1
   while at <= #args do

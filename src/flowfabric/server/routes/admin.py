@@ -63,7 +63,7 @@ async def rotate_waitpoint_secret(call: Call[RotateRequest, NoQuery]) -> Reply:
     body, grace_ms = call.body, call.services.config.hmac_grace_ms
     check_rotation(body.new_kid, body.new_secret_hex, grace_ms)
     rotation = _Rotation(call, new_uuid())
-    # The permit is held as long as the rotation runs, which may be longer than the request.
+    # Hold the permit while the rotation runs, which may take longer than the request.
     call.services.rotations.__enter__()
     task = call.services.run(rotation.run(), "ff-rotation")
     _, late = await asyncio.wait([task], timeout=ROTATION_TIMEOUT_S)
@@ -108,7 +108,7 @@ class _Rotation:
     async def run(self) -> RotationSummary:
         """Rotate every partition."""
         try:
-            # First the mark: without it, a running rotation counts as dead.
+            # Write the mark first: without it, a running rotation counts as dead.
             await self._mark_alive()
             await self._note("running")
             summary = await self._rotate()
@@ -132,7 +132,7 @@ class _Rotation:
         finally:
             for report in reports:
                 report.cancel()
-            # A progress report that is still under way must not follow the last one.
+            # An earlier progress report must not be stored after the final one.
             await asyncio.wait(reports)
 
     def _add(self, entry: Rotation) -> None:
@@ -140,7 +140,7 @@ class _Rotation:
         self._changed.set()
 
     async def _stay_alive(self) -> None:
-        """Show that the process of this rotation has not died."""
+        """Keep marking this rotation as alive."""
         while True:
             await asyncio.sleep(_ALIVE_MS / 3000)
             await self._mark_alive()

@@ -66,7 +66,7 @@ async def create_budget(call: Call[CreateBudget, NoQuery]) -> Reply:
 
 
 def _existing(outcome: budgets.BudgetExists | quotas.QuotaExists) -> Any:
-    """It says `differs` only if it does: a repeat of the same call has the shape of 10 §3.5."""
+    """Include `differs` only if true, so that a repeat has the shape of 10 §3.5."""
     return variant(outcome) if outcome.differs else variant(outcome, "differs")
 
 

@@ -87,7 +87,7 @@ async def claim_for_worker(call: Call[ClaimBody, WaitQuery]) -> Reply:
 
 
 async def _claimed(call: Call[ClaimBody, WaitQuery], request: GrantRequest) -> ClaimGrant | None:
-    """A grant. The claim outlives a client that leaves, so that its grant can be returned."""
+    """A grant. If the client disconnects, the claim goes on, so that its grant can be returned."""
     desk = call.services.grant_desk
     given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     work = call.services.run(

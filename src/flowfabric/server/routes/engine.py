@@ -30,7 +30,7 @@ from flowfabric.server.wire import Reply
 
 routes = Routes()
 _MAX_WAIT_MS = 600_000
-"""Longer than any operation waits by itself."""
+"""Longer than the default wait of any operation."""
 _Call = Call[bytes, NoQuery]
 
 
@@ -100,7 +100,7 @@ async def _run(call: _Call, operation: Operation, given: Mapping[str, Any]) -> A
 
 
 async def _run_visible(call: _Call, operation: Operation, given: Mapping[str, Any]) -> list[Any]:
-    """The outcome of every item; what the caller may not see is not found, as what is gone."""
+    """The outcome of every item; what the caller may not see is reported as not found."""
     name, items = next(iter(given.items()))
     rows: list[Any] = []
     kept: list[Any] = []
@@ -116,7 +116,7 @@ async def _run_visible(call: _Call, operation: Operation, given: Mapping[str, An
 
 
 async def _check(call: _Call, operation: Operation, given: Mapping[str, Any]) -> None:
-    """Refuse what a token of some namespaces may not name."""
+    """Refuse arguments that a token limited to namespaces may not use."""
     named = 0
     for name, value in {**_defaults(operation), **given}.items():
         named += await _check_value(call, name, value)

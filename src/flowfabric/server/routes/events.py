@@ -28,7 +28,7 @@ from flowfabric.server.sse import DRAIN_S, TICK_S, Viewer, drained, given_positi
 routes = Routes()
 _FAMILIES: tuple[Family, ...] = get_args(Family)
 _MOVES: tuple[Family, ...] = ("completion", "lease", "operator")
-"""What carries the changes of an execution's state."""
+"""The families that carry changes of an execution's state."""
 Events = Callable[[Viewer], AsyncGenerator[bytes]]
 
 
@@ -134,7 +134,7 @@ class _ExecutionFollower:
         return await self._call.backend.reads.read_execution_info(self._id)
 
     async def _moved(self, info: ExecutionInfo) -> bytes:
-        """The state as it is; the feed does not say how it came about."""
+        """The current state; the feed does not say what changed it."""
         self._state = info.public_state.value
         at = await self._call.backend.meta.server_time_ms()
         return sent("state", self._data(at, None), self._changes.position)
@@ -244,7 +244,7 @@ class _FrameFollower:
     async def _last_moves(
         self, changing: asyncio.Future[Event | EngineError], changes: Found
     ) -> AsyncGenerator[bytes]:
-        """What closed the stream: it may arrive after the last frame."""
+        """What closed the stream; it may arrive after the last frame."""
         state = await self._read_state()
         if state != self._state:
             await asyncio.wait({changing}, timeout=DRAIN_S)
@@ -335,7 +335,7 @@ class _FlowFollower:
             flow = await self.read()
             if event is not None:
                 yield await self._event(event, flow, changes.position)
-            # What a member changed in the derived state has no entry; a finish has one.
+            # Changes of the derived state have no entry in the feed, except for the finish.
             if self._shown != _flow_names(flow) and (event is None or not _is_finished(flow)):
                 at = await self._call.backend.meta.server_time_ms()
                 yield sent("state", self._state(flow, at, None), changes.position)

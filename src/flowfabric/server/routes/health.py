@@ -13,7 +13,7 @@ from flowfabric.server.wire import Reply, answer
 
 routes = Routes()
 CHECKS_S = 1.0
-"""How long Valkey may take. A probe that gives up first learns nothing."""
+"""How long Valkey may take; less than usual probe timeouts, so that the probe gets an answer."""
 _LATE = f"Valkey did not respond within {CHECKS_S:g} s"
 _SHUTDOWN = "shutdown"
 _OK = answer({"status": "ok"})

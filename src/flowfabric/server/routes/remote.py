@@ -50,7 +50,7 @@ async def read_items(
     kind: type[T],
     make: Callable[[T, Handle], R],
 ) -> tuple[list[Row], dict[int, R]]:
-    """The rows of all items, with those that are refused, and what the others are, by place."""
+    """The rows of all items, filled for refused ones, and the other items by position."""
     rows: list[Row] = [{}] * len(items)
     found: dict[int, R] = {}
     for i, raw in enumerate(items):
@@ -114,7 +114,7 @@ class EndingItems(RawItems, frozen=True, kw_only=True):
 
 
 def ended_items(call: Call[EndingItems, NoQuery]) -> list[msgspec.Raw]:
-    """The items, unless the call must be refused as a whole."""
+    """The items; raises an error if the whole call must be refused."""
     body = call.body
     if body.claim is not None:
         # A claim that cannot be made must not hide the outcome of the items.
