@@ -30,6 +30,7 @@ from tests.support.admission import (
     worker,
 )
 from tests.support.engine import LANE, TTL, Engine, refused
+from tests.support.sdk import until
 
 
 async def blocking(engine: Engine, execution_id: ExecutionId) -> tuple[str, str | None, str | None]:
@@ -136,6 +137,20 @@ async def test_a_full_window_holds_work_back_until_it_moves_on(engine: Engine) -
     await engine.advance(10_001)
     assert await engine.backend.admission.open_quota(policy) is None
     assert await claimed(engine) == [held]
+
+
+async def test_a_worker_comes_back_for_all_that_a_full_window_held_back(engine: Engine) -> None:
+    policy = await quota(engine, rate=1, window=1)
+    ids = [await limited(engine, quota=policy) for _ in range(3)]
+    claims, started = worker(engine), list[ExecutionId]()
+
+    async def all_started() -> bool:
+        started.extend(claim.execution_id for claim in await claims.claim_many(10))
+        return len(started) == len(ids)
+
+    await until(all_started)
+    await claims.admissions.aclose()
+    assert sorted(started) == sorted(ids)
 
 
 @pytest.mark.parametrize("how", ["complete", "fail", "cancel", "delay", "suspend"])
