@@ -77,7 +77,7 @@ class UsageReport:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # How long it takes is no sign of other usage.
+        # Each try takes another time, so the duration is not part of the key.
         key = self._default_key()
         self.add(**{_WALL: round((time.monotonic() - self._started) * 1000)})
         if kind is None or issubclass(kind, Exception):

@@ -1,9 +1,9 @@
-"""Lets executions go whose budget, quota or workers admit work again, and delivers what runs gave
+"""Unblocks executions whose budget, quota or workers admit work again, and delivers what runs gave
 back.
 
-Whatever opens a budget or a quota lets go of those that wait for it at once, and so does a worker
-that registers. This scanner finds what they missed: a process that ended in between, or a limit
-that time opened.
+The call that opens a budget or a quota releases those that wait for it at once, and so does a
+worker that registers. This scanner finds the rest: a process died in between, or a limit opened
+with time.
 """
 
 from collections.abc import Sequence

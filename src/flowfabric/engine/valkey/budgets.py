@@ -39,7 +39,7 @@ class ValkeyBudgets(BudgetHolds, api.Budgets):
         self._missing: set[str] = set()
 
     async def _opened(self, budget_id: str) -> None:
-        """Tell who waits for the budget. Whoever misses it is found by the next scan."""
+        """Release the executions that wait for the budget. A scan finds those that this misses."""
         if self.on_budget_opened is None:
             return
         try:
