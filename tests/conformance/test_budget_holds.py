@@ -170,6 +170,15 @@ async def test_what_exceeds_the_hold_counts_if_it_fits(engine: Engine) -> None:
     assert await held(budgets, budget_id) == {}
 
 
+async def test_reports_ignore_holds(engine: Engine) -> None:
+    budgets, handle = engine.backend.budgets, await engine.running()
+    budget_id = await new_budget(engine.backend, {"a": 10})
+    assert await hold(budgets, handle, budget_id, "r", a=8) == "reserved"
+    assert await spend(budgets, budget_id, a=10) == "ok"
+    assert await budgets.settle(budget_id, "r") == UsageOk()
+    assert await used(budgets, budget_id) == {"a": 18}
+
+
 async def test_an_excess_never_takes_the_room_of_another_hold(engine: Engine) -> None:
     budgets, handle = engine.backend.budgets, await engine.running()
     budget_id = await new_budget(engine.backend, {"a": 100})

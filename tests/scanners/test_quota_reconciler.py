@@ -106,6 +106,17 @@ async def test_a_lost_confirm_is_made_up_for(engine: Engine) -> None:
     assert await admit(engine, name) == "concurrency"
 
 
+async def test_the_slot_of_an_earlier_run_is_taken_over(engine: Engine) -> None:
+    name, handle = await policy(engine, max_concurrent=1), await engine.running()
+    await engine.backend.executions.delay(handle, 1)
+    await engine.claim()
+    await engine.backend.quotas.confirm_admission(name, handle.execution_id, run=1)
+    assert await scan(engine) == ScanResult(processed=1)
+    # What arrives late about the first run leaves the second its slot.
+    await engine.backend.quotas.release_admission(name, handle.execution_id, run=1)
+    assert len(await slots(engine, name)) == 1
+
+
 async def test_a_slot_that_waits_for_its_claim_stays(engine: Engine) -> None:
     name, waiting = await policy(engine, max_concurrent=1), await engine.create()
     await admit(engine, name, waiting)

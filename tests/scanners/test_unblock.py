@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core.ids import ExecutionId
+from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.state import PublicState
 from flowfabric.engine import metrics
 from flowfabric.engine.api.admission import Block
 from flowfabric.engine.valkey import keys
 from flowfabric.scanners import ScannerFilter
+from flowfabric.scanners.unblock import UnblockScanner
+from tests.scanners.test_budget_scanners import Impatient
 from tests.sdk.test_admission import spoil
 from tests.support.admission import budget, claimed, limited, quota, slots, worker
-from tests.support.engine import Engine
+from tests.support.engine import LANE, Engine
 from tests.support.flows import without_followups
 from tests.support.scanning import idle
 
@@ -110,9 +112,23 @@ async def test_only_the_headroom_is_let_go_by_priority(engine: Engine) -> None:
 
 async def test_work_without_a_policy_comes_back(engine: Engine) -> None:
     unlimited = await quota(engine)
-    held = [await limited(engine, quota=unlimited), await limited(engine), await engine.create()]
+    held = [await limited(engine, quota=name) for name in (unlimited, new_uuid(), None)]
     await hold(engine, held, "waiting_for_quota")
     assert await scan(engine) == 3
+
+
+async def test_a_cycle_that_runs_out_of_time_continues_where_it_stopped(engine: Engine) -> None:
+    stuck = await limited(engine, await budget(engine, 1, spent=1))
+    free = await limited(engine, await budget(engine), lane="other")
+    for each in (stuck, free):
+        await hold(engine, [each], "waiting_for_budget")
+    scanner = UnblockScanner()
+    for _ in range(3):
+        territory = {stuck.tag: frozenset({LANE}), free.tag: frozenset({"other"})}
+        cycle = Impatient(engine.backend, territory)
+        cycle.checks = 4
+        await scanner.scan(cycle)
+    assert await states(engine, [stuck, free]) == ["rate_limited", "waiting"]
 
 
 async def test_the_retry_time_is_kept(engine: Engine) -> None:

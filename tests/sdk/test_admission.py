@@ -11,7 +11,7 @@ import pytest
 from flowfabric.core.contracts.budgets import BudgetChange
 from flowfabric.core.contracts.flows import FlowGraph, GraphEdge, GraphNode, Submitted
 from flowfabric.core.contracts.leases import Claim
-from flowfabric.core.errors import CorruptionError, ValidationError
+from flowfabric.core.errors import CorruptionError, TransportError, ValidationError
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.partition import budget_partition
 from flowfabric.core.policy import ExecutionPolicy
@@ -30,6 +30,7 @@ from tests.support.admission import (
     worker,
 )
 from tests.support.engine import LANE, TTL, Engine, refused
+from tests.support.sdk import until
 
 
 async def blocking(engine: Engine, execution_id: ExecutionId) -> tuple[str, str | None, str | None]:
@@ -136,6 +137,20 @@ async def test_a_full_window_holds_work_back_until_it_moves_on(engine: Engine) -
     await engine.advance(10_001)
     assert await engine.backend.admission.open_quota(policy) is None
     assert await claimed(engine) == [held]
+
+
+async def test_a_worker_comes_back_for_all_that_a_full_window_held_back(engine: Engine) -> None:
+    policy = await quota(engine, rate=1, window=1)
+    ids = [await limited(engine, quota=policy) for _ in range(3)]
+    claims, started = worker(engine), list[ExecutionId]()
+
+    async def all_started() -> bool:
+        started.extend(claim.execution_id for claim in await claims.claim_many(10))
+        return len(started) == len(ids)
+
+    await until(all_started)
+    await claims.admissions.aclose()
+    assert sorted(started) == sorted(ids)
 
 
 @pytest.mark.parametrize("how", ["complete", "fail", "cancel", "delay", "suspend"])
@@ -315,6 +330,28 @@ async def test_an_admission_is_undone_when_the_claim_fails(engine: Engine) -> No
     assert (outcome.claims, outcome.unanswered) == ([], False)
     status = await engine.backend.quotas.get_quota_status(policy)
     assert (status.window_count, status.slots_held) == (0, 0)
+
+
+async def test_an_admission_stays_when_the_claim_may_have_been_made(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = await quota(engine, rate=5, cap=5)
+    execution_id = await limited(engine, quota=policy)
+    candidates, fcall = await needing(engine), engine.backend.transport.fcall
+
+    async def losing_the_reply(name: str, *args: Any, **options: Any) -> Any:
+        reply = await fcall(name, *args, **options)
+        if name == "ff_claim_admitted":
+            raise TransportError("transport", "the connection was lost", ambiguous=True)
+        return reply
+
+    monkeypatch.setattr(engine.backend.transport, "fcall", losing_the_reply)
+    outcome = await Admissions(engine.backend).claim(
+        engine.want(), execution_id.tag, candidates, new_uuid()
+    )
+    assert (outcome.claims, outcome.unanswered) == ([], True)
+    status = await engine.backend.quotas.get_quota_status(policy)
+    assert (status.window_count, status.slots_held) == (1, 1)
 
 
 async def test_decisions_are_counted(engine: Engine) -> None:

@@ -108,6 +108,20 @@ async def test_who_the_scanner_lets_go_is_forgotten(engine: Engine) -> None:
     assert await budgets.blocked(budget_id) == []
 
 
+async def test_who_the_scanner_lets_start_is_no_longer_noted(engine: Engine) -> None:
+    policy, quotas = await quota(engine, cap=1), engine.backend.quotas
+    ids = [await limited(engine, quota=policy) for _ in range(2)]
+    (running,) = await claimed(engine)
+    quotas.on_quota_opened = None
+    await quotas.release_admission(policy, running)
+    assert len((await quotas.blocked(policy)).entries) == 1
+    # Its own time has come, too.
+    await engine.advance(6000)
+    await idle(engine).scan_once("unblock")
+    assert sorted([await state(engine, each) for each in ids]) == ["active", "waiting"]
+    assert (await quotas.blocked(policy)).entries == ()
+
+
 async def test_who_was_blocked_but_not_noted_is_noted_by_the_scanner(engine: Engine) -> None:
     """As if the process that blocked it had died before the note."""
     budgets, other = engine.backend.budgets, await budget(engine)

@@ -67,7 +67,7 @@ class AdmittedClaims:
 
 
 class Admissions:
-    """Decides about candidates, and releases them when the retry time of a quota has come."""
+    """Decides which candidates may start, and releases blocked ones when a quota admits again."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

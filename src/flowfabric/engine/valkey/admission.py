@@ -1,4 +1,4 @@
-"""Holding executions back before a claim, letting them go, and what their runs give back."""
+"""Blocks executions before a claim, unblocks them, and delivers what their runs give back."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -96,7 +96,7 @@ class ValkeyAdmission(AdmissionControl):
         return outcomes
 
     async def _note(self, blocks: Sequence[Block]) -> None:
-        """Have what opens later let these executions go at once; otherwise, a scanner does."""
+        """Note who waits for a limit: its opening then releases them; otherwise, a scanner does."""
         waiting: dict[tuple[str, str], list[Block]] = {}
         for block in blocks:
             if block.waits_for:
@@ -116,7 +116,7 @@ class ValkeyAdmission(AdmissionControl):
                 log.debug("cannot record the executions that wait for %s: %s", limit_id, error)
 
     async def block(self, block: Block, lane_id: str) -> leases.BlockOutcome:
-        """Hold back one execution; the engine recognises a repeat of the call."""
+        """Block one execution; the engine recognises a repeat of the call."""
         execution_id, op = block.execution_id, "block_execution_for_admission"
         answers = await self._block(execution_id.tag, new_uuid(), [block], lane_id)
         with decoding(answers, "ff_block", op, execution_id):
@@ -162,7 +162,7 @@ class ValkeyAdmission(AdmissionControl):
         return outcomes
 
     async def unblock(self, execution_id: ExecutionId, expected: str) -> PublicState:
-        """Let one execution go; the engine recognises a repeat of the call."""
+        """Unblock one execution; the engine recognises a repeat of the call."""
         answers = await self._unblock(execution_id.tag, new_uuid(), expected, [execution_id])
         with decoding(answers, "ff_unblock", "unblock_execution", execution_id):
             (answer,) = answers
@@ -206,7 +206,7 @@ class ValkeyAdmission(AdmissionControl):
         while page := await self._budgets.blocked(budget_id, limit=_PAGE):
             if (await self._budgets.exhausted([budget_id]))[budget_id] is not None:
                 break
-            # Before the release: whoever holds one of them back again afterwards notes it anew.
+            # Before the release: a worker that blocks one of them again notes it anew.
             await self._budgets.forget_blocked(budget_id, page)
             released += await self._release(page, FOR_BUDGET)
         return released
@@ -219,7 +219,7 @@ class ValkeyAdmission(AdmissionControl):
         more = await self._let_go(quota_policy_id, check.MAX_EXACT if room is None else room)
         if not more or not (await self._quotas.blocked(quota_policy_id, 1)).entries:
             return None
-        # What was let go has not started yet: look again when it has.
+        # The released ones have not started yet: look again when they have.
         return status.retry_after_ms if not room else _SOON_MS
 
     async def _budget_opened(self, budget_id: str) -> None:
@@ -232,7 +232,7 @@ class ValkeyAdmission(AdmissionControl):
             await self._let_go(quota_policy_id, headroom)
 
     async def _let_go(self, quota_policy_id: str, headroom: int) -> bool:
-        """Let go of up to `headroom` executions that wait for a policy; whether more may wait."""
+        """Release up to `headroom` executions that wait for a policy; whether more may wait."""
         while headroom > 0:
             page = await self._quotas.blocked(quota_policy_id, min(headroom, _PAGE))
             if not page.entries:
@@ -242,7 +242,7 @@ class ValkeyAdmission(AdmissionControl):
         return True
 
     async def _let_go_in_time(self, status: QuotaStatus, headroom: int) -> int | None:
-        """Let those go whose own time has come; in how many ms to look again, if others wait.
+        """Release those whose own time has come; in how many ms to look again, if others wait.
 
         Jitter gives each its own time, so that they do not all start when the window opens.
         """
@@ -286,9 +286,9 @@ class ValkeyAdmission(AdmissionControl):
             log.debug("cannot move %s among those that wait: %s", execution_id, error)
 
     async def _release(self, ids: Sequence[ExecutionId], reason: str) -> int:
-        """Let executions go that still wait for this reason; returns how many may start now.
+        """Release executions that still wait for this reason; returns how many may start now.
 
-        Those of a closed lane would keep the room that opened, and nobody else would get it.
+        Those of a closed lane do not count: they would keep the room from the others.
         """
         by_tag: dict[str, list[ExecutionId]] = {}
         for each in ids:
@@ -333,7 +333,7 @@ class ValkeyAdmission(AdmissionControl):
 
 
 class _Lanes:
-    """What matters here of the settings of lanes, read once."""
+    """The lane settings that admission needs, each read once."""
 
     def __init__(self, calls: FunctionCalls) -> None:
         self._calls = calls

@@ -10,7 +10,6 @@ from flowfabric.core.contracts import budgets as contracts
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import ConflictError, CorruptionError, EngineError, NotFoundError
 from flowfabric.core.ids import ExecutionId, as_argument, given_name
-from flowfabric.core.state import EligibilityState
 from flowfabric.core.stored import Stored
 from flowfabric.core.text import lossless
 from flowfabric.engine.api import budgets as api
@@ -40,7 +39,7 @@ class ValkeyBudgets(BudgetHolds, api.Budgets):
         self._missing: set[str] = set()
 
     async def _opened(self, budget_id: str) -> None:
-        """Tell who waits for the budget. Whoever misses it is found by the next scan."""
+        """Release the executions that wait for the budget. A scan finds those that this misses."""
         if self.on_budget_opened is None:
             return
         try:
@@ -109,10 +108,8 @@ class ValkeyBudgets(BudgetHolds, api.Budgets):
             info = await self._reads.read_execution_info(execution_id)
         except NotFoundError:
             return False
-        blocked = info.state_vector.eligibility_state is EligibilityState.BLOCKED_BY_BUDGET
-        return blocked and (info.blocking_detail or "").startswith(
-            (f"budget {status.label}:", f"budget {status.budget_id}:")
-        )
+        limit = (f"budget {status.label}:", f"budget {status.budget_id}:")
+        return (info.blocking_detail or "").startswith(limit)
 
     async def reset_budget(self, budget_id: str) -> contracts.BudgetReset:
         outcome = await self._once(

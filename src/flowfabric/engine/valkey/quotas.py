@@ -329,7 +329,7 @@ class ValkeyQuotas(Quotas):
         return await self._calls.fcall(function, tag, (quota_policy_id, *args), op=op)
 
     async def _open(self, quota_policy_id: str, headroom: int, wait_ms: int = 0) -> None:
-        """Let executions go on that wait for the policy, now or when its window has a place.
+        """Release executions that wait for the policy, now or when its window has room.
 
         If that fails, or this process ends, a scanner does it.
         """

@@ -1,4 +1,4 @@
--- ff_block: hold back executions that could be claimed now.
+-- ff_block: block executions that could be claimed now.
 -- Keys: core, lane eligible, lane blocked:*.
 -- Arguments: request id or empty (a repeated request gets the same answer), then per execution:
 --   execution_id, lane or empty, reason, detail or empty, when the cause is expected to end (`+ms`:

@@ -1,4 +1,4 @@
--- ff_unblock: let blocked executions go; admission decides again when they are claimed.
+-- ff_unblock: unblock executions; admission decides again when they are claimed.
 -- Keys: core, flow core, lane blocked:*, lane eligible.
 -- Arguments: request id or empty (a repeated request gets the same answer), the reason that they
 --   must be blocked for or empty, then execution ids.

@@ -8,14 +8,14 @@
 -- The runs of an execution are numbered (`admission.run`): what a call says about a run never touches
 -- what a later run holds, however late the call arrives.
 
--- The slot of a claimed execution does not end by time: it has this plus the number of the run.
+-- The slot of a claimed execution has no end: its score is this plus the number of the run.
 quota.CLAIMED = 1e13
 local DEFAULT_WINDOW_MS = 60000
--- The claim follows the admission by a moment.
+-- The grant is issued a moment after the admission.
 local SLACK_MS = 500
--- How many entries that ended one call removes; counts do not rely on it.
+-- How many expired entries one call removes. Counts leave out those that remain.
 local REMOVED_AT_ONCE = 1000
--- In place of a request: another call relies on the admission, so nobody may undo it.
+-- Stored instead of a request: another call relies on the admission, so no call may undo it.
 local SHARED = '*'
 quota.FIELDS = {
   'requests_per_window_seconds', 'max_requests_per_window', 'active_concurrency_cap', 'jitter_ms',
@@ -46,7 +46,7 @@ function quota.read(tag, id, now)
   return q
 end
 
--- What `handle(...)` answers about a policy; `corruption` if its keys cannot be read.
+-- The reply of `handle(...)` about a policy; `corruption` if its keys cannot be read.
 function quota.guarded(id, handle, ...)
   local ok, answer = try(handle, ...)
   if ok then return answer end
@@ -228,7 +228,7 @@ function quota.admit(q, ids, runs, request, slot_ttl)
   return answers
 end
 
--- Keeps the slots of runs that were claimed, even above the cap: running work counts.
+-- Keeps the slots of claimed runs, even above the cap: running work always counts.
 function quota.confirm(q, ids, runs)
   if q.cap == 0 then return end
   local guards, ends = read_guards(q, ids)
@@ -244,8 +244,8 @@ function quota.confirm(q, ids, runs)
   values.call('ZADD', q.slots, slots)
 end
 
--- Undoes what a request recorded; returns how many places it freed. A start that was in the window
--- before stays there, and so does the slot of an execution that runs: another claim has it.
+-- Undoes what a request recorded; returns how many places it freed. An earlier start stays in the
+-- window, and an execution that another claim runs keeps its slot.
 function quota.undo(q, ids, request)
   local guards, ends = read_guards(q, ids)
   local own, restored, left, free = {}, {}, {}, {}

@@ -53,7 +53,7 @@ function budgets.dedup_ms(b) return budgets.number(b, 'dedup_ttl_ms') end
 -- A ledger belongs to the time between two resets.
 function budgets.period(b) return b.def.incarnation .. '/' .. (b.def.reset_count or '0') end
 
--- An answer that was given before: to this request, or under this key to another one.
+-- The reply to an earlier call with this request, or `already_applied` if another request used the key.
 local function known(tag, id, key, request, incarnation)
   local packed = server.call('GET', K.usage_mark(tag, id, key))
   if not packed then return nil end
@@ -82,7 +82,7 @@ local function answer_once(tag, id, request, handle, args)
   return answer
 end
 
--- What `handle(...)` answers about a budget; `corruption` if its keys cannot be read.
+-- The reply of `handle(...)` about a budget; `corruption` if its keys cannot be read.
 function budgets.guarded(id, ...)
   local ok, answer = try(...)
   if ok then return answer end
@@ -234,7 +234,7 @@ function budgets.exhausted(b)
   return first and { first, usage[first] or 0, limits['hard:' .. first] }
 end
 
--- Deletes what is left of a budget that is gone, some ledgers per call; whether none is left.
+-- Deletes what remains of a deleted budget, some ledgers per call; returns whether all are gone.
 local LEDGERS_AT_ONCE = 500
 function budgets.purge(tag, id)
   server.call('UNLINK', K.budget_part(tag, id, 'blocked'))

@@ -1,4 +1,4 @@
--- Admission: what executions need before a claim and give back after a run, and holding them back.
+-- Admission: what executions need before a claim, what they give back after a run, and blocking.
 
 -- The letters of the eligibility and of the blocking reason, by reason.
 local CAUSES = {
@@ -17,7 +17,7 @@ local function moment(c, text)
   return ahead and values.text(c:after(tonumber(ahead))) or text
 end
 
--- Holds back an execution that could be claimed now; the error, or nil. `retry_at`: when the cause is
+-- Blocks an execution that could be claimed now; returns the error or nil. `retry_at`: when the cause is
 -- expected to end, or empty.
 function admission.block(c, id, rec, reason, detail, retry_at)
   if S.is_terminal(rec.state) then return reply.not_active(rec) end
@@ -38,8 +38,8 @@ function admission.block(c, id, rec, reason, detail, retry_at)
   end
 end
 
--- Lets a blocked execution go; the error, or nil and its new public state. `expected`: the reason that
--- it must be blocked for, or empty. Only its flow lets a member go that the flow holds.
+-- Unblocks an execution; returns the error, or nil and its new public state. `expected`: the reason
+-- that it must be blocked for, or empty. Only the flow itself releases a member that it holds.
 function admission.unblock(c, id, rec, expected)
   local reason = S.blocking(rec.state)
   if not S.is_blocked(rec.state)
@@ -143,7 +143,7 @@ function admission.give_back(c, id, rec, stays)
   end
 end
 
--- Has the limits that a blocked execution waits for forget it, because it ends.
+-- Removes the notes at the limits that a blocked execution waits for, because it ends.
 function admission.forget_waiting(c, id, rec)
   if S.is_blocked_by_budget(rec.state) then
     for budget in string.gmatch(rec.budget_ids or '', '[^,]+') do owe(c, 'nb|' .. budget .. '|0|' .. id) end
