@@ -173,7 +173,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         CLAIMING,
         "  if left == 0 and want.unseen then left = 1 end\n",
         "",
-        bounds.test_a_claim_of_a_worker_with_very_many_tasks,
+        bounds.test_what_a_claim_does_not_see_counts_as_left,
     ),
     (
         "the worker's own tasks among very many",
