@@ -11,7 +11,7 @@ import pytest
 from flowfabric.core.contracts.budgets import BudgetChange
 from flowfabric.core.contracts.flows import FlowGraph, GraphEdge, GraphNode, Submitted
 from flowfabric.core.contracts.leases import Claim
-from flowfabric.core.errors import CorruptionError
+from flowfabric.core.errors import CorruptionError, TransportError
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.partition import budget_partition
 from flowfabric.core.policy import ExecutionPolicy
@@ -397,4 +397,23 @@ async def test_a_cancelled_claim_of_admitted_work_is_repeated(
     assert {(each.execution_id, each.handle.lease_epoch) for each in found} == {
         (each, 1) for each in ids
     }
+    await claims.admissions.aclose()
+
+
+async def test_an_unanswered_claim_of_admitted_work_is_repeated(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = await quota(engine, cap=1)
+    execution_id = await limited(engine, quota=policy)
+    claim = engine.backend.claims.claim_admitted
+
+    async def unanswered(*args: Any, **options: Any) -> None:
+        await claim(*args, **options)
+        raise TransportError("timeout", "no reply", ambiguous=True)
+
+    claims = worker(engine, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.backend.claims, "claim_admitted", unanswered)
+        (found,) = await claims.claim_many(5)
+    assert (found.execution_id, found.handle.lease_epoch) == (execution_id, 1)
     await claims.admissions.aclose()
