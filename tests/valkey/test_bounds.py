@@ -193,6 +193,14 @@ async def test_a_claim_of_a_worker_with_very_many_tasks(engine: Engine) -> None:
     assert len(claimed) == 1000
 
 
+async def test_very_many_tasks_of_others_hide_no_work_for_a_capability(engine: Engine) -> None:
+    await left_to_others(engine, [f"task {n}" for n in range(600)])
+    for token in "abcdef":
+        execution_id = await engine.create(policy=requiring(token))
+        (claim,) = await engine.claim_all(capabilities=[token, "more"])
+        assert claim.execution_id == execution_id
+
+
 async def test_what_a_claim_does_not_see_counts_as_left(engine: Engine) -> None:
     tasks = [f"task {n}" for n in range(200)]
     await left_to_others(engine, tasks)
