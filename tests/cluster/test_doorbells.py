@@ -243,6 +243,22 @@ async def test_only_those_wake_who_may_take_the_work(
     assert await calls_of(cluster, "ff_ring_waiting") == 0
 
 
+async def test_a_listener_that_offers_less_is_not_rung_for_the_rest(
+    cluster: TestCluster, backend: ValkeyBackend, sleepers: Sleepers
+) -> None:
+    for number in range(6):
+        name = f"changed {number}"
+        await sleepers.add(name, offer=Offer("gpu", None))
+        await sleepers.stop_waiting(name)
+        sleepers.bells[name].hear(Offer("", None))
+        await sleepers.sleep(name)
+    await sleepers.add("able", offer=Offer("gpu", None))
+    await log_calls(cluster)
+    place = await rung(backend, policy=GPU)
+    assert await sleepers.woken() == {"able": place}
+    assert await calls_of(cluster, "ff_ring_waiting") == 0
+
+
 async def test_a_ring_that_nobody_heard_waits_for_the_next(
     cluster: TestCluster, backend: ValkeyBackend, sleepers: Sleepers
 ) -> None:

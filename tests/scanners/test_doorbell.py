@@ -57,9 +57,10 @@ async def test_damage_in_one_lane_silences_no_other(engine: Engine) -> None:
     waiting, call = await engine.create(), engine.backend.transport.call
     await call("SET", keys.lane(waiting.tag, "bad", "sigs"), "x")
     await call("DEL", keys.wake("default"))
-    with pytest.raises(CorruptionError, match="lane bad"):
+    with pytest.raises(CorruptionError) as caught:
         await engine.backend.wakeups.ring_waiting({waiting.tag: ["bad", "default"]})
     assert await rings(engine) == [str(waiting.partition).encode()]
+    assert "lane bad" in str(caught.value)
 
 
 async def test_silent_for_a_paused_lane(engine: Engine) -> None:

@@ -469,3 +469,22 @@ async def test_a_cancelled_claim_of_admitted_work_is_repeated(
         (each, 1) for each in ids
     }
     await claims.admissions.aclose()
+
+
+async def test_an_unanswered_claim_of_admitted_work_is_repeated(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = await quota(engine, cap=1)
+    execution_id = await limited(engine, quota=policy)
+    claim = engine.backend.claims.claim_admitted
+
+    async def unanswered(*args: Any, **options: Any) -> None:
+        await claim(*args, **options)
+        raise TransportError("timeout", "no reply", ambiguous=True)
+
+    claims = worker(engine, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.backend.claims, "claim_admitted", unanswered)
+        (found,) = await claims.claim_many(5)
+    assert (found.execution_id, found.handle.lease_epoch) == (execution_id, 1)
+    await claims.admissions.aclose()

@@ -14,6 +14,7 @@ from flowfabric.sdk.runtime import WorkerRuntime
 from flowfabric.sdk.task import ClaimedTask
 from tests.sdk.conftest import MakeWorker
 from tests.support.engine import Engine
+from tests.support.leases import grant
 from tests.support.lua_keys import BELLS
 from tests.support.sdk import claims_of, serving, submit, until
 from tests.support.storage import blocked_clients, commands
@@ -184,17 +185,18 @@ async def test_ring_is_passed_on_to_the_worker_that_can_answer_it(
 
 
 async def test_ring_nobody_can_answer_ends(engine: Engine, make_worker: MakeWorker) -> None:
+    """The only work is reserved: each worker hears the ring once."""
+    reserved = await engine.create()
+    await grant(engine, reserved, grant_ttl_ms=60_000)
     workers = [await make_worker(claim_poll_interval_ms=30_000) for _ in range(3)]
     runtimes = [serving(worker, {"job": nothing}) for worker in workers]
     for runtime in runtimes:
         await runtime.__aenter__()
     await until(sleeping(engine, 3), "idle workers")
     before = await commands(engine.backend)
-    needs = {"routing_requirements": {"required_capabilities": ["gpu"]}}
-    await submit(engine.backend, policy=needs)
+    assert await engine.backend.wakeups.ring_waiting({reserved.tag: ["default"]}) == 1
     quiet = await settled(engine)
     assert quiet - before < 150
-    assert await engine.backend.transport.call("EXISTS", wake("default")) == 0
     for runtime in runtimes:
         await runtime.__aexit__(None, None, None)
 

@@ -141,3 +141,19 @@ async def test_members_of_flows_count_too(engine: Engine) -> None:
     hints.hinted = {}
     assert await _complete(claims, held, of_flow=True) == []
     assert list(hints.hinted) == [hints.home]
+
+
+async def test_a_worker_that_stops_gives_back_what_a_completing_call_claimed(
+    engine: Engine,
+) -> None:
+    await _busy(engine, n=2)
+    claims = _worker(engine)
+    handle = await _claim(claims)
+    _, tasks = await claims.complete(
+        LANE, handle.execution_id.tag, [Completion(handle)], lambda: False
+    )
+    claims.release()
+    claims.stopping = True
+    assert tasks() == []
+    await claims.aclose()
+    assert (await engine.claim(instance="w-2")).handle.lease_epoch == 2

@@ -40,6 +40,13 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         copies.test_only_a_new_weight_marks_the_lane,
     ),
     (
+        "a full registry refuses lanes that it knows",
+        "functions/ff_register_places.lua",
+        "room <= 0 and server.call('SISMEMBER', K.LANES, lane) == 0",
+        "room <= 0",
+        copies.test_a_full_registry_refuses_only_lanes_that_it_does_not_know,
+    ),
+    (
         "other settings push placements out",
         LANES,
         "  if before ~= config.spread_over then\n    earlier",

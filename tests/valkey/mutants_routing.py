@@ -173,14 +173,21 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         CLAIMING,
         "  if left == 0 and want.unseen then left = 1 end\n",
         "",
-        bounds.test_a_claim_of_a_worker_with_very_many_tasks,
+        bounds.test_what_a_claim_does_not_see_counts_as_left,
     ),
     (
         "the worker's own tasks among very many",
         OFFERS,
-        "    for _, task in ipairs(tasks) do own[#own + 1] = prefix .. task end\n",
+        "    for _, token in ipairs(tokens) do own[#own + 1] = prefix .. token end\n",
         "",
         lambda e: tasks.test_the_most_signatures_of_a_lane_are_those_that_people_chose(e, "acme"),
+    ),
+    (
+        "the worker's capabilities among very many",
+        OFFERS,
+        "tokens[#tokens + 1] = true, token\n",
+        "tokens[#tokens + 1] = true, string.find(token, '^task:') and token\n",
+        bounds.test_very_many_tasks_of_others_hide_no_work_for_a_capability,
     ),
     (
         "the worker's own namespaces among very many",

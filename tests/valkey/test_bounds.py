@@ -193,6 +193,22 @@ async def test_a_claim_of_a_worker_with_very_many_tasks(engine: Engine) -> None:
     assert len(claimed) == 1000
 
 
+async def test_very_many_tasks_of_others_hide_no_work_for_a_capability(engine: Engine) -> None:
+    await left_to_others(engine, [f"task {n}" for n in range(600)])
+    for token in "abcdef":
+        execution_id = await engine.create(policy=requiring(token))
+        (claim,) = await engine.claim_all(capabilities=[token, "more"])
+        assert claim.execution_id == execution_id
+
+
+async def test_what_a_claim_does_not_see_counts_as_left(engine: Engine) -> None:
+    tasks = [f"task {n}" for n in range(200)]
+    await left_to_others(engine, tasks)
+    first = await claim_many(engine, 256, tasks=tasks)
+    assert (100 < len(first.claims) < 200, first.remaining) == (True, 1)
+    assert len((await claim_many(engine, 256, tasks=tasks)).claims) == 200 - len(first.claims)
+
+
 async def test_no_task_of_very_many_starves(engine: Engine) -> None:
     """Each has urgent work; whatever part a claim sees always has other work, too."""
     tasks = [f"task {n}" for n in range(200)]

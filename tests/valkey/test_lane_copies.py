@@ -209,3 +209,15 @@ async def test_damage_stops_no_step(engine: Engine) -> None:
     created = int((await engine.backend.reads.read_execution_info(right)).created_at)
     assert (await indexes(engine, right))["lane:default:eligible"] == created - 2
     await call("DEL", "ff:odd")
+
+
+# --- a full registry ------------------------------------------------------------------
+
+
+async def test_a_full_registry_refuses_only_lanes_that_it_does_not_know(engine: Engine) -> None:
+    await engine.create(lane=LANE)
+    known: Any = await engine.backend.transport.call("SCARD", keys.LANES)
+    args = (known, "1", LANE, "1", "new", "*", LANE)
+    reply = await engine.backend.calls.fcall("ff_register_places", keys.LANES_TAG, args, op="test")
+    assert reply[2] == [b"new"]
+    assert await engine.backend.transport.call("SISMEMBER", keys.LANES, "new") == 0

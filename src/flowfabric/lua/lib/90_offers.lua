@@ -20,13 +20,13 @@ function offers.missing(required, offered)
   return absent
 end
 
--- The signatures that a worker of these namespaces certainly covers, if they are in use.
-local function own_signatures(namespaces, tasks)
-  local own = namespaces and {} or values.slice(tasks, 1, #tasks)
+-- Signatures that a worker of these namespaces certainly covers: those that name one of its tokens.
+local function own_signatures(namespaces, tokens)
+  local own = namespaces and {} or values.slice(tokens, 1, #tokens)
   for _, namespace in ipairs(namespaces or NONE) do
     local prefix = waiting.namespace_prefix(namespace)
     if prefix ~= '' then own[#own + 1] = prefix end
-    for _, task in ipairs(tasks) do own[#own + 1] = prefix .. task end
+    for _, token in ipairs(tokens) do own[#own + 1] = prefix .. token end
   end
   return own
 end
@@ -35,10 +35,9 @@ end
 -- `covers` tells whether it may take executions with a signature.
 offers.of = values.memo(function(text)
   local csv, rest = string.match(text, '^(%S*)(.*)$')
-  local offered, tasks, namespaces = { tokens = {} }, {}, rest ~= '' and {} or nil
+  local offered, tokens, namespaces = { tokens = {} }, {}, rest ~= '' and {} or nil
   for token in string.gmatch(csv, '[^,]+') do
-    offered.tokens[token] = true
-    if string.find(token, '^task:') then tasks[#tasks + 1] = token end
+    offered.tokens[token], tokens[#tokens + 1] = true, token
   end
   local serves = {}
   for namespace in string.gmatch(rest, '%S+') do
@@ -47,7 +46,7 @@ offers.of = values.memo(function(text)
   offered.no_other_tasks = offered.tokens[NO_OTHER_TASKS]
   offered.namespaces = namespaces
   offered.serves_default = not namespaces or serves.default or false
-  offered.own = own_signatures(namespaces, tasks)
+  offered.own = own_signatures(namespaces, tokens)
   offered.covers = values.memo(function(signature)
     local namespace, required = waiting.parts(signature)
     return (not namespaces or serves[namespace] or false)
