@@ -11,7 +11,7 @@ from flowfabric.core.errors import BudgetExceeded, invalid_input
 from flowfabric.core.ids import budget_id, is_uuid
 from flowfabric.engine.api import check
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.api.budgets import Amounts
+from flowfabric.engine.api.budgets import Amounts, amounts
 
 _COUNTED = ("input_tokens", "output_tokens", "wall_ms")
 PAUSED_BY_BUDGET = "paused_by_budget"
@@ -92,7 +92,7 @@ class BudgetCalls:
         >>> await client.create_budget("team", {"tokens": 1_000_000}, every="24h")
         """
         _check_settings(mode, on_hard_limit, on_soft_limit)
-        limits = {"hard": hard or {}, "soft": soft or {}}
+        limits = {"hard": amounts(hard or {}, "hard"), "soft": amounts(soft or {}, "soft")}
         names = tuple(sorted({name for part in limits.values() for name in part}))
         scope = scope or (("global", "default") if is_uuid(budget) else (contracts.NAMED, budget))
         new = contracts.NewBudget(
