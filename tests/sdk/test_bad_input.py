@@ -188,7 +188,7 @@ async def test_an_id_given_as_text_is_as_good(engine: Engine) -> None:
 async def test_the_limits_of_a_budget_are_checked_by_name(engine: Engine) -> None:
     client = Client(engine.backend)
     for hard, problem in (
-        (["tokens"], "hard: must be Mapping, got list"),
+        (["tokens"], "hard: must be a Mapping, got list"),
         ({"tokens": "5"}, r"hard\.tokens: must be a whole number, got str"),
     ):
         with pytest.raises(ValidationError, match=problem):
