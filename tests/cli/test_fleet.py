@@ -153,6 +153,9 @@ async def test_a_worker_is_drained(cli: Cli, engine: Engine) -> None:
     (worker,) = (await cli("workers", "--json")).objects
     assert worker["draining"] is True
     assert " draining " in (await cli("workers")).lines[1]
+    await register(engine, "idle", "default")
+    idle = await cli("drain-worker", "idle")
+    assert idle.out == "Worker idle gets no more work. It runs no task.\n"
 
 
 async def test_without_data_there_are_none(cli: Cli) -> None:

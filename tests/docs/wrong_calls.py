@@ -191,6 +191,13 @@ async def flows() -> None:
         assert_type(change, ff.NodeChange)
 
 
+async def budgets(client: ff.Client) -> None:
+    await client.create_budget("team", {"tokens": 1}, on_hard_limit="suspend", mode="warn")
+    await client.create_budget("team", {"tokens": 1}, on_hard_limit="stop")  # error
+    await client.update_budget("team", mode="soft")  # error
+    await client.update_budget("team", on_soft_limit="fail")  # error
+
+
 async def children(ctx: ff.Context, sync_ctx: ff.SyncContext) -> None:
     spawned = ctx.spawn()
     assert_type(spawned.map(greet, ["Ada"]), list[ff.Node[str]])

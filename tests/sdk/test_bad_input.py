@@ -91,7 +91,7 @@ def test_a_worker_offers_a_list_of_capabilities(given: Any) -> None:
     async def nothing() -> None: ...
 
     for make in (WorkerConfig, app.worker):
-        with pytest.raises(ConfigError, match="worker:not_array") as refused:
+        with pytest.raises(ConfigError, match=r"capabilities: it must be a list\.") as refused:
             make(capabilities=given)
         assert refused.value.field == "capabilities"
         assert '["gpu"]' in str(refused.value)
@@ -183,3 +183,13 @@ async def test_an_id_given_as_text_is_as_good(engine: Engine) -> None:
     text: Any = str(wanted)
     created = await Client(engine.backend).submit("job", execution_id=text)
     assert created.execution_id == wanted
+
+
+async def test_the_limits_of_a_budget_are_checked_by_name(engine: Engine) -> None:
+    client = Client(engine.backend)
+    for hard, problem in (
+        (["tokens"], "hard: must be a Mapping, got list"),
+        ({"tokens": "5"}, r"hard\.tokens: must be a whole number, got str"),
+    ):
+        with pytest.raises(ValidationError, match=problem):
+            await client.create_budget("team", hard)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]

@@ -197,7 +197,7 @@ _DETAIL_WORDS: Mapping[str, str] = {
     "MalformedBody": "a partition key looks like {fp:42}",
     "UnknownFamilyPrefix": "a partition key begins with {fp:, {b: or {q:",
     "InvalidIndex": "the number is 0 to 65535, without leading zeros",
-    "not_array": 'pass a list such as ["gpu"]',
+    "not_array": "it must be a list",
     "non_string_token": "every capability must be text",
     "empty_token": "a capability must not be empty",
     "comma_in_token": "a capability must not contain a comma",

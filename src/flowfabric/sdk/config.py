@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from flowfabric.core import capabilities as caps
+from flowfabric.core.catalogue import meaning
 from flowfabric.core.errors import ConfigError, EngineError
 from flowfabric.core.ids import (
     new_uuid,
@@ -92,8 +93,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 msgspec.structs.force_setattr(self, field, check(getattr(self, field)))
             except EngineError as error:
                 problem = error.detail.removeprefix(f"{field}: ")
-                advice = f". {error.hint}" if error.code == "invalid_capabilities" else ""
-                raise ConfigError("worker", problem + advice, field) from error
+                if error.code == "invalid_capabilities":
+                    problem = f"{meaning(error.detail) or problem}. {error.hint}"
+                raise ConfigError("worker", problem, field) from error
         if not self.lanes:
             raise ConfigError("worker", "at least one lane is required")
         for lane, weight in self.lane_weights.items():

@@ -1,6 +1,7 @@
 """The client's methods for budgets, and what workers report to them."""
 
 from collections.abc import Mapping
+from typing import Literal, get_args
 
 import msgspec
 
@@ -11,15 +12,15 @@ from flowfabric.core.errors import BudgetExceeded, invalid_input
 from flowfabric.core.ids import budget_id, is_uuid
 from flowfabric.engine.api import check
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.api.budgets import Amounts
+from flowfabric.engine.api.budgets import Amounts, amounts
 
 _COUNTED = ("input_tokens", "output_tokens", "wall_ms")
 PAUSED_BY_BUDGET = "paused_by_budget"
 """Why a task that a hard limit suspended waits."""
-_MODES = ("strict", "hard", "warn")
-ACTIONS = ("fail", "suspend", "reject")
+Mode = Literal["strict", "hard", "warn"]
+HardLimitAction = Literal["fail", "suspend", "reject"]
 """What a task may do when it exceeds a hard limit."""
-_NOTICES = ("warn", "allow")
+SoftLimitAction = Literal["warn", "allow"]
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,9 +77,9 @@ class BudgetCalls:
         *,
         soft: Amounts | None = None,
         every: Duration | None = None,
-        mode: str = "strict",
-        on_hard_limit: str = "fail",
-        on_soft_limit: str = "warn",
+        mode: Mode = "strict",
+        on_hard_limit: HardLimitAction = "fail",
+        on_soft_limit: SoftLimitAction = "warn",
         dedup_ttl: Duration = "24h",
         scope: tuple[str, str] | None = None,
     ) -> contracts.CreateBudgetOutcome:
@@ -92,7 +93,7 @@ class BudgetCalls:
         >>> await client.create_budget("team", {"tokens": 1_000_000}, every="24h")
         """
         _check_settings(mode, on_hard_limit, on_soft_limit)
-        limits = {"hard": hard or {}, "soft": soft or {}}
+        limits = {"hard": amounts(hard or {}, "hard"), "soft": amounts(soft or {}, "soft")}
         names = tuple(sorted({name for part in limits.values() for name in part}))
         scope = scope or (("global", "default") if is_uuid(budget) else (contracts.NAMED, budget))
         new = contracts.NewBudget(
@@ -137,9 +138,9 @@ class BudgetCalls:
         *,
         soft: Amounts | None = None,
         every: Duration | None = None,
-        mode: str | None = None,
-        on_hard_limit: str | None = None,
-        on_soft_limit: str | None = None,
+        mode: Mode | None = None,
+        on_hard_limit: HardLimitAction | None = None,
+        on_soft_limit: SoftLimitAction | None = None,
         dedup_ttl: Duration | None = None,
     ) -> contracts.BudgetUpdated:
         """Change limits or settings. Usage and what you do not pass stay unchanged.
@@ -178,9 +179,9 @@ class BudgetCalls:
 def _check_settings(mode: str | None, on_hard_limit: str | None, on_soft_limit: str | None) -> None:
     """Refuse a misspelt setting: the engine would store it and apply the default."""
     given = (
-        ("mode", mode, _MODES),
-        ("on_hard_limit", on_hard_limit, ACTIONS),
-        ("on_soft_limit", on_soft_limit, _NOTICES),
+        ("mode", mode, get_args(Mode)),
+        ("on_hard_limit", on_hard_limit, get_args(HardLimitAction)),
+        ("on_soft_limit", on_soft_limit, get_args(SoftLimitAction)),
     )
     for name, value, known in given:
         if value is not None:

@@ -363,7 +363,7 @@ def test_every_exception_of_the_module_is_an_error_of_the_product() -> None:
     [
         ("lane: TooLong(65)", "lane: TooLong(65) (the limit is 64 bytes)"),
         ("execution_id: InvalidUuid: 'x'", "execution_id: InvalidUuid: 'x' (a UUID has 32 lower"),
-        ("required:not_array", 'required:not_array (pass a list such as ["gpu"])'),
+        ("required:not_array", "required:not_array (it must be a list)"),
         ("cursor: Empty: give start, end", "cursor: Empty: give start, end."),
         ("priority: must be a number", "priority: must be a number."),
         ("Empty", "Empty."),

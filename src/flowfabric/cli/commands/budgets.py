@@ -2,7 +2,7 @@
 
 import re
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 
@@ -17,7 +17,7 @@ from flowfabric.core.ids import as_argument, budget_id
 from flowfabric.core.text import clock
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.paging import read_every
-from flowfabric.sdk.spending import ACTIONS, BudgetCalls
+from flowfabric.sdk.spending import BudgetCalls, HardLimitAction
 
 _DEFAULT = "default"
 _limit = re.compile(r".+=[0-9]+(_[0-9]+)*")
@@ -32,8 +32,9 @@ def _parse_limit(text: str) -> str:
 
 def _parse_action(text: str) -> str:
     """What a task does at a hard limit."""
-    if text not in ACTIONS:
-        raise typer.BadParameter(f"expected one of {', '.join(ACTIONS)}, got {text!r}")
+    known = get_args(HardLimitAction)
+    if text not in known:
+        raise typer.BadParameter(f"expected one of {', '.join(known)}, got {text!r}")
     return text
 
 
@@ -122,7 +123,7 @@ async def _create(
             _limits(limits),
             soft=_limits(soft),
             every=every,
-            on_hard_limit=on_hard_limit,
+            on_hard_limit=cast("HardLimitAction", on_hard_limit),
             mode="warn" if warn_only else "strict",
             dedup_ttl=dedup_ttl,
         )

@@ -244,7 +244,8 @@ async def drain_worker(
     if not isinstance(outcome, Draining):
         advice = "`flowfabric workers` lists live workers"
         raise CliError("not_found", f"namespace {namespace} has no live worker {instance}", advice)
-    told = f"Worker {instance} gets no more work. It still runs {plural(outcome.leases, 'task')}."
+    runs = f"still runs {plural(outcome.leases, 'task')}" if outcome.leases else "runs no task"
+    told = f"Worker {instance} gets no more work. It {runs}."
     result = {"worker": instance, "leases": outcome.leases}
     print_result(result, told, as_json=target.as_json)
 
