@@ -15,7 +15,7 @@ from flowfabric.scanners.watch import Territory
 log = logging.getLogger(__name__)
 
 _PAGE = 100
-# An audit of records from many lanes reads the indexes of each of these lanes.
+# Records of many lanes make an audit look into the indexes of each of them.
 _CROWDED_PAGE = 20
 _STRAYS_PAGE = 500
 # Reading an entry costs about a tenth of reading a record.
@@ -35,16 +35,16 @@ Suspects = dict[tuple[str, tuple[str, ...]], dict[str, str]]
 
 @dataclass
 class PartitionWalk:
-    """Visits all executions of a partition, then its other indexes for stray entries."""
+    """Visits all executions of a partition, then the other indexes for entries nobody lists."""
 
     tag: str
     indexes: tuple[Index, ...] = ()
-    """The indexes that the last survey found."""
+    """Those that the last survey found."""
     lanes: tuple[str, ...] = ()
     named_lanes: set[str] = field(default_factory=set[str])
     """Lanes that records named since the last survey."""
     rank: int = 0
-    """Where the walk continues in the current index."""
+    """Where the walk continues in the present index."""
     _left: list[Index] = field(default_factory=list[Index])
     _fingerprint: str = ""
     # The fingerprints at the start of this walk, and of the last that was finished.
@@ -101,13 +101,13 @@ class PartitionWalk:
 class IndexReconciler:
     """Compares executions with their indexes, and repairs drift seen in two consecutive cycles.
 
-    A cheap survey shows whether the indexes of a partition changed since the last walk over it.
-    Only changed partitions are walked again, because rereading every finished execution would cost
-    more than an idle worker may. In unchanged partitions it reads running executions in every
-    cycle, and the rest slowly, in case a record changed without its indexes.
+    A cheap survey tells whether the indexes of a partition changed since the last walk over it.
+    Only partitions that changed are walked again: reading every finished execution over and over
+    would cost more than an idle worker may. In the others it reads what workers hold in every
+    cycle, and the rest slowly, in case a record changed and no index did.
 
     A walk that does not fit into a cycle continues in the next, as does the round over partitions.
-    It also registers lost partitions and lanes that hold work, which no scanner would visit.
+    It also registers forgotten partitions and lanes that hold work: no scanner visits them.
     """
 
     name = "index_reconciler"
@@ -130,7 +130,7 @@ class IndexReconciler:
         await self._register_lanes(cycle)
 
     async def _register_partitions(self, cycle: Cycle) -> list[str]:
-        """Register partitions with work that a failover lost, some in each cycle."""
+        """Register partitions that hold work and that a failover forgot, some in each cycle."""
         places, count = cycle.backend.places, cycle.backend.counts.flow
         first = 0 if cycle.thorough else self._next_sought
         end = count if cycle.thorough else min(count, first + _SOUGHT_PER_CYCLE)
@@ -139,7 +139,7 @@ class IndexReconciler:
         with cycle.surviving("could not search for partitions"):
             found = await places.occupied_partitions(tags)
             if found:
-                # A partition may just have been registered.
+                # One may have been registered a moment ago.
                 registered = await places.used_partitions()
                 found = [tag for tag in found if tag not in registered]
                 await places.register_places(dict.fromkeys(found, ()))
@@ -170,7 +170,7 @@ class IndexReconciler:
         report(logging.WARNING, self.name, f"{what}_registered", message, **{what: name})
 
     async def _round(self, cycle: Cycle, territory: Territory) -> None:
-        """Visit partitions until all had their turn, or the cycle's limit is reached."""
+        """Look at partitions until all had their turn, or the cycle has done enough."""
         order = sorted(territory, key=lambda tag: (tag < self._next_tag, tag))
         budget, resting = _MAX_PER_CYCLE, list[PartitionWalk]()
         for start in range(0, len(order), _SURVEYED_AT_ONCE):
@@ -221,7 +221,7 @@ class IndexReconciler:
                 cycle.failed("could not audit the partition", error, partition=walk.tag)
                 if error.retryable:
                     break
-                # Damaged records must not hide the others.
+                # What is damaged must not hide the rest.
                 walk.advance()
             cycle.progress()
             await cycle.rest(loop.time() - began)
@@ -243,7 +243,7 @@ class IndexReconciler:
         return len(found) if listed else -(-len(found) // _ENTRIES_PER_EXECUTION)
 
     async def _audit_active(self, cycle: Cycle, walk: PartitionWalk, budget: int) -> int:
-        """Audit running executions, whose renewals do not change the fingerprint."""
+        """Audit what workers hold: renewals change those entries, but not the fingerprint."""
         done = 0
         with cycle.surviving("could not audit the partition", partition=walk.tag):
             for index in (index for index in walk.indexes if index.name == "active"):
@@ -275,7 +275,7 @@ class IndexReconciler:
                 self._item_failed(cycle, "could not audit", walk.tag, member, verdict)
 
     async def _settle(self, cycle: Cycle, suspects: Suspects) -> None:
-        """Repair drift that the last cycle found as well."""
+        """Repair what the last cycle saw too."""
         for (tag, lanes), verdicts in suspects.items():
             found, page = list(verdicts.items()), self._walks[tag].page
             for start in range(0, len(found), page):
@@ -288,7 +288,7 @@ class IndexReconciler:
     async def _settle_some(
         self, cycle: Cycle, tag: str, lanes: tuple[str, ...], before: dict[str, str]
     ) -> dict[str, str]:
-        """Repair drift that is the same as before; returns drift that differs."""
+        """Repair what drifted as before; returns what drifted in another way."""
         upkeep = cycle.backend.upkeep
         audit = await upkeep.audit_indexes(tag, before, lanes, "check")
         now = dict(zip(before, audit.verdicts, strict=True))
