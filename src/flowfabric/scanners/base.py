@@ -1,4 +1,4 @@
-"""What a scanner is, and what it is given for one cycle."""
+"""The base class of scanners, and the context of one cycle."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ class ScanResult(msgspec.Struct, frozen=True):
 
 
 class Failure(NamedTuple):
-    """An engine call that failed; the scanner went on with the rest."""
+    """An engine call that failed; the scanner continued with the rest."""
 
     what: str
     error: EngineError
@@ -64,11 +64,11 @@ class Cycle:
         return self.more
 
     def progress(self) -> None:
-        """Note that the server answered; a scanner without progress counts as stuck."""
+        """Record that the server answered; a scanner without progress counts as stuck."""
         self.progress_at = asyncio.get_running_loop().time()
 
     async def rest(self, worked_s: float) -> None:
-        """Leave the server to others after a call: an audit may take about 5 % of its time."""
+        """Pause after a call, so that an audit takes at most about 5 % of the server's time."""
         self._worked_s += worked_s
         if self._worked_s > _WORK_AT_A_TIME_S and not self.thorough:
             worked_s, self._worked_s = self._worked_s, 0.0
@@ -109,7 +109,7 @@ def report(level: int, scanner: str, action: str, message: str, /, **fields: obj
 
 
 async def wait_until(event: asyncio.Event, seconds: float) -> None:
-    """Sleep, but wake at once when the event is set."""
+    """Sleep until the time is up or the event is set."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -1,4 +1,4 @@
-"""What the leading process writes down about its scanners, for people on other machines."""
+"""The leading process's report about its scanners, for people on other machines."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ class ScannerLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScannerBoard(msgspec.Struct, frozen=True, kw_only=True):
-    """The scanners of the leading process, some seconds ago."""
+    """The leading process's scanners as of a few seconds ago."""
 
     process: str
     """`<host>:<pid>`"""
@@ -43,7 +43,7 @@ class ScannerBoard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Status(Protocol):
-    """What the board shows of `ScannerStatus`."""
+    """The part of `ScannerStatus` that the board shows."""
 
     interval_s: float
     processed: int
@@ -77,7 +77,7 @@ async def keep_board(
     statuses: Callable[[], Mapping[str, _Status]],
     stop: asyncio.Event,
 ) -> None:
-    """While this process leads, write the state of its scanners down every few seconds."""
+    """While this process leads, store the state of its scanners every few seconds."""
     process = leadership.identity.rpartition(":")[0]
     while not stop.is_set():
         pause_s = _NOT_LEADING_S
@@ -94,10 +94,10 @@ async def keep_board(
 
 
 async def read_board(backend: Backend) -> ScannerBoard | None:
-    """What the leading process wrote last; None if none has led for a minute."""
+    """The last report of the leading process; None if none has led for a minute."""
     stored = await backend.leadership.get_report()
     try:
         return None if stored is None else msgspec.json.decode(stored, type=ScannerBoard)
     except msgspec.DecodeError:
-        # Of another version.
+        # Written by another version.
         return None

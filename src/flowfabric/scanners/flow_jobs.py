@@ -1,4 +1,4 @@
-"""The scanners of flows: they work through the backlog of calls, and check what calls did."""
+"""The scanners of flows: they continue the backlog of calls, and audit the results."""
 
 import logging
 from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -31,7 +31,7 @@ _MEMBERS_ASKED = 100
 
 
 async def occupied(cycle: Cycle, tags: list[str], queues: Sequence[str]) -> list[str]:
-    """The partitions with work in a queue, found by bisection: usually there are none, or few."""
+    """The partitions with work in a queue, found by bisection, because usually few have any."""
     indexes = [Index(tag, queue) for tag in tags for queue in queues]
     if not await cycle.backend.upkeep.any_exists(indexes):
         if cycle.watch is not None:
@@ -67,8 +67,8 @@ class QueueScanner:
 class CascadeDrain(QueueScanner):
     """Continues updates that were too large for the calls that ended or changed members.
 
-    Retries updates that failed because a record is damaged. After some failures the engine stops
-    retrying; this scanner reports it once.
+    Retries updates that failed because a record is damaged. After several failures the engine stops
+    retrying, and this scanner reports it once.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class SiblingScanner(QueueScanner):
 
 
 def sibling_scanners(backend: Backend) -> list[QueueScanner]:
-    """One cancels, the other only removes joins from the queue, so they cannot conflict."""
+    """Two scanners: one cancels, the other only removes joins from the queue."""
     flows = backend.flows
 
     async def dispatch(flow_id: str, child: ExecutionId) -> bool:
@@ -235,7 +235,7 @@ class CancelReconciler(UuidScanner):
         super().__init__("cancel_reconciler", backend.upkeep.drain_flow_cancels, "cancel_backlog")
 
     async def accepted(self, cycle: Cycle, tag: str, ids: Sequence[str]) -> list[str]:  # noqa: ARG002
-        """Flows with a member that the filter accepts: one deployment submits them all."""
+        """Flows with an accepted member, because one deployment submits all members."""
         if cycle.where.is_empty:
             return list(ids)
         return [flow_id for flow_id in ids if await self._accepts(cycle, flow_id)]
@@ -252,8 +252,8 @@ class CancelReconciler(UuidScanner):
 class DependencyReconciler:
     """Audits members that wait for others, some in each cycle, and repairs what it finds.
 
-    The call that ends a member resolves its edges or queues them, so whatever this finds is a fault
-    of the engine or of the server.
+    The call that ends a member resolves its edges or queues them, so any finding is a fault of the
+    engine or of the server.
     """
 
     name = "dependency_reconciler"

@@ -1,4 +1,4 @@
-"""Promotes delays that this process set at their exact time, whichever process scans."""
+"""Promotes delays set by this process at their exact time, even if another process scans."""
 
 import asyncio
 import heapq
@@ -48,7 +48,7 @@ class DueHints:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="ff-due-hints")
 
     async def stop(self) -> None:
-        """Stop; the delayed promoter takes care of the hints that are left."""
+        """Stop; the delayed promoter handles the remaining executions."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -77,7 +77,7 @@ class DueHints:
         # One more millisecond: the server rounds its time down.
         wait_ms = self._heap[0].due_ms + 1 - now
         if wait_ms > _HORIZON_MS:
-            # All others are due even later: the promoter's interval is exact enough.
+            # All others are due even later, so the promoter's interval is exact enough.
             self._heap.clear()
         elif wait_ms > 0:
             await wait_until(self._wake, min(wait_ms / 1000, _CLOCK_TRUST_S))

@@ -1,4 +1,4 @@
-"""Every scanner but the index reconciler, and the loop that those of time-ordered indexes share."""
+"""Scanners of time-ordered indexes, with their common loop, and some small ones."""
 
 import asyncio
 import logging
@@ -68,7 +68,7 @@ class DueScanner:
     """Acts on the due members of its indexes, page by page.
 
     Members that stay in an index (they failed, are skipped, or belong to another deployment) are
-    stepped over with an offset, so that they never hide those after them.
+    passed with an offset, so that they never hide those after them.
     """
 
     name: str
@@ -192,7 +192,7 @@ class PendingWpExpiry(UuidScanner):
 
 
 def due_scanners(backend: Backend) -> list[DueScanner]:
-    """The scanners that only wait until something is due."""
+    """The scanners that act when something is due."""
     upkeep, suspensions = backend.upkeep, backend.suspensions
     too_long = partial(upkeep.expire_execution, reason=ExpireReason.ATTEMPT_TIMEOUT)
     too_late = partial(upkeep.expire_execution, reason=ExpireReason.EXECUTION_DEADLINE)
@@ -239,7 +239,7 @@ class RetentionTrimmer(DueScanner):
 
 
 class WorkerSweeper:
-    """Removes the registrations of workers that died without signing off."""
+    """Removes the registrations of workers that died without deregistering."""
 
     name = "worker_sweeper"
 
@@ -252,7 +252,7 @@ class WorkerSweeper:
 
 
 class DoorbellScanner:
-    """Rings again for lanes and partitions that hold claimable work, in case a ring was lost."""
+    """Rings again for lanes and partitions with claimable work, in case a ring was lost."""
 
     name = "doorbell"
 

@@ -1,4 +1,4 @@
-"""One process scans for all: an advisory lease that saves commands, nothing more."""
+"""An advisory lease that lets one process scan for all, only to save commands."""
 
 import asyncio
 import hashlib
@@ -21,7 +21,7 @@ _ACQUIRE_AGAIN_S = 60.0
 
 
 def duty_of(where: ScannerFilter, disabled: Collection[str]) -> str:
-    """Processes share a leader only if its scanners do exactly their work; empty: all of it."""
+    """The duty of a process: those with the same duty share a leader. Empty means everything."""
     if where.is_empty and not disabled:
         return ""
     what = repr((where.namespace, where.instance_tag, sorted(disabled)))
@@ -29,9 +29,9 @@ def duty_of(where: ScannerFilter, disabled: Collection[str]) -> str:
 
 
 class LeaderElection:
-    """Decides whether this process scans. If two do at once, they do the same work twice, safely.
+    """Decides whether this process scans. Two that scan at once only do the same work twice.
 
-    A process whose scanners are stuck gives its lease up, but scans until another process has it.
+    A process whose scanners are stuck gives up its lease, but scans until another process has it.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class LeaderElection:
         """When, on the loop's clock, this process last began to scan."""
         self._lease = backend.leadership
         self._ttl_ms = max(1, round(ttl_s * 1000))
-        # Rare, to be cheap: a lease that expires once costs nothing but double work.
+        # Renewed rarely, because a lease that expires only causes double work.
         self._renew_s = ttl_s * 2 / 3
         self._poll_s = min(_POLL_S, self._renew_s)
         self._healthy = healthy
@@ -72,10 +72,10 @@ class LeaderElection:
             log.debug("leader lease not released: %s", error)
 
     async def _step(self) -> float:
-        """One look at the lease; returns the pause before the next."""
+        """Check the lease once; returns the pause before the next check."""
         if self.is_leader:
             if not self._healthy():
-                # First: in an outage nobody can take over, and it has a line of its own.
+                # Check this first: in an outage no process can take over, and it is logged.
                 await self.resign()
                 message = "a scanner makes no progress; other processes may take over"
                 log.warning(message, extra={"action": "leader_unhealthy"})

@@ -92,7 +92,7 @@ class ScannerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     intervals_s: Mapping[str, float] = {}
-    """Only what differs from `INTERVALS_S`."""
+    """The intervals that differ from `INTERVALS_S`."""
     disabled: frozenset[str] = frozenset()
     filter: ScannerFilter = ScannerFilter()
     """The executions these scanners may touch."""

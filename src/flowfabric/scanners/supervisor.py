@@ -44,11 +44,11 @@ class ScannerStatus(msgspec.Struct, kw_only=True):
     """When the server last answered it, on the loop's clock; None before the first answer."""
     scanning: bool = False
     stuck: bool = False
-    """No progress for several intervals, although it should scan."""
+    """Whether it made no progress for several intervals although it should scan."""
 
 
 class Shared(msgspec.Struct, frozen=True):
-    """What the scanners of one process have in common."""
+    """What the scanners of one process share."""
 
     backend: Backend
     settings: ScannerSettings
@@ -100,7 +100,7 @@ class Runner:
         return silent_s > max(_STUCK_AT_LEAST_S, _STUCK_INTERVALS * self.interval_s)
 
     async def run(self) -> None:
-        """Run cycles until stopped; whatever ends them, they start again after a pause."""
+        """Run cycles until stopped; after a crash, start again after a pause."""
         stop = self._shared.stop
         while not stop.is_set():
             cycles = asyncio.create_task(self._run_cycles(), name=f"ff-scanner-{self.name}")
@@ -132,7 +132,7 @@ class Runner:
                 await wait_until(stop, pause)
             else:
                 await self.cycle()
-                # A cycle that ran out of time continues at once, after others had their turn.
+                # A cycle that ran out of time continues at once, but lets others run first.
                 await asyncio.sleep(0)
 
     def _pause_left(self) -> float:
@@ -146,7 +146,7 @@ class Runner:
         return due - asyncio.get_running_loop().time()
 
     def _draw_pause(self) -> float:
-        # Jitter only shortens: due work waits for an interval at most.
+        # Jitter only shortens the pause, so that due work waits at most one interval.
         return max(_MIN_PAUSE_S, self.interval_s * random.uniform(0.9, 1.0))  # noqa: S311
 
     async def cycle(self, partition: str | None = None, *, thorough: bool = False) -> ScanResult:
@@ -170,7 +170,7 @@ class Runner:
             with cycle.surviving("could not scan"):
                 await self._scan(cycle, partition, started)
                 if shared.outage.lasts:
-                    # A cycle that had nothing to read does not show that the server is back.
+                    # A cycle without any call does not prove that the server is back.
                     await shared.backend.meta.ping()
             if not cycle.failures:
                 cycle.progress()
@@ -188,7 +188,7 @@ class Runner:
     async def _scan(self, cycle: Cycle, partition: str | None, started: float) -> None:
         last_look = self._last_look
         if partition is None:
-            # A look at one partition does not replace one at all of them.
+            # Scanning one partition does not replace scanning all of them.
             self._last_look, self._pause_s = started, self._draw_pause()
         territory = await self._shared.territory.current(fresh=cycle.thorough)
         if partition is not None:
@@ -214,7 +214,7 @@ class Runner:
             self._late_since = None
 
     def _forget_lag(self) -> None:
-        """Another process scans: what this one was late with is no longer its lag."""
+        """Reset the lag, because another process now scans."""
         self._late_since = None
         if (meter := metrics.active()) is not None:
             meter.set("ff_scanner_lag_seconds", 0.0, self.name)
@@ -286,7 +286,7 @@ class ScannerSupervisor:
         sweeps = [trimmer, jobs.WorkerSweeper(), QuotaReconciler(), lane_jobs.WorkerDrain()]
         scanners: list[Scanner] = [*watched, *audits, projector, *sweeps]
         self.hints = DueHints(backend)
-        """Tell it the delays this process sets; they then end at their exact time."""
+        """Delays set by this process; hinted ones end at their exact time."""
         duty = duty_of(settings.filter, settings.disabled)
         self.leadership = LeaderElection(
             backend, duty=duty, ttl_s=settings.leader_ttl_s, healthy=self._is_healthy
@@ -319,7 +319,7 @@ class ScannerSupervisor:
         log.info("scanners started: %s", names, extra={"action": "scanners_started"})
 
     async def stop(self, timeout: float = 15) -> None:
-        """Stop every cycle at its next page and resign; abandon what runs after `timeout`."""
+        """Stop cycles at their next page, abandon them after `timeout`, and release the lease."""
         self._stop.set()
         await self.hints.stop()
         tasks, self._tasks = self._tasks, []

@@ -17,11 +17,11 @@ IndexesOf = Callable[[Territory], list[Index]]
 
 _MAX_PEEKS = 16
 _READ_S = 1.0
-"""How long to wait for registries that were read before."""
+"""How long to wait for registries that have been read before."""
 
 
 class TerritoryMap:
-    """Reads the territory now and then; what this process registers itself is in it at once."""
+    """Reads the territory periodically; includes at once what this process itself registers."""
 
     def __init__(self, backend: Backend, refresh_s: float) -> None:
         self._places = backend.places
@@ -50,7 +50,7 @@ class TerritoryMap:
             async with asyncio.timeout(_READ_S if self._current else None):
                 read = await self._places.lanes_by_partition()
         except (TimeoutError, TransportError):
-            # In a cluster, the registries may be on a node that is away.
+            # In a cluster, the registries may be on an unreachable node.
             if not self._current:
                 raise
             return self._current
@@ -66,7 +66,7 @@ class TerritoryMap:
 
 
 class ServerClock:
-    """Carries the last server time forward on the loop's clock. It lags by at most one trip."""
+    """Extrapolates the server's time on the loop's clock; lags by at most one round trip."""
 
     def __init__(self) -> None:
         self._offset_ms = 0.0
@@ -90,11 +90,11 @@ class ServerClock:
 
 
 class DueWatch:
-    """Remembers what the last look at each due index found, to make the next one cheap.
+    """Remembers the last result for each due index, to make the next scan cheap.
 
-    An index that did not exist needs no scan until it exists. One command asks for all of those,
-    so an idle deployment costs one command per tick. An index whose earliest entry lies ahead is
-    asked for it again, because another process may have added an earlier one.
+    An index that did not exist needs no scan until it does. One command checks all of those, so an
+    idle deployment costs one command per tick. An index whose earliest entry lies in the future is
+    checked again, because another process may have added an earlier one.
     """
 
     def __init__(
@@ -159,10 +159,10 @@ class DueWatch:
                 self._upkeep.any_exists(absent), asyncio.gather(*map(self._upkeep.earliest, armed))
             )
         except TransportError:
-            # Some indexes may be on a node that is away: a scan reads those of the others.
+            # Some indexes may be on an unreachable node; a scan reads those on other nodes.
             return None
         if appeared:
-            # The answer does not say which one, so every scanner looks for itself.
+            # The answer does not say which one, so every scanner checks its own.
             for index in absent:
                 self._earliest.pop(index, None)
             return None
@@ -175,9 +175,9 @@ class DueWatch:
         return asked_at if all(time is None or time > now for time in times) else None
 
     def _absent_of_others(self, scanner: str, room: int) -> list[Index]:
-        """What the same command asks for other scanners, so that they need not ask themselves.
+        """Absent indexes of other scanners to check in the same command.
 
-        Those that were asked for longest ago come first: many lanes have more indexes than room.
+        Those checked longest ago come first, because with many lanes not all fit.
         """
         found: list[Index] = []
         for name in sorted(self._indexes, key=lambda name: self._absent_at.get(name, -math.inf)):

@@ -151,7 +151,7 @@ class Screen:
         return table
 
     def prose(self, cell: Cell) -> None:
-        """Print text that nobody copies: a terminal gets no line that ends within a word."""
+        """Print prose; a terminal wraps it between words."""
         self.console.print(_text(cell), soft_wrap=not self.terminal)
 
     def note(self, text: str) -> None:

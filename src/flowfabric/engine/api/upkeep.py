@@ -88,7 +88,7 @@ class Survey(msgspec.Struct, frozen=True):
 
     tag: str
     fingerprint: str
-    """Changes when an entry is added, removed or scored anew; not when a lease is renewed."""
+    """Changes when an entry is added, removed or rescored, but not when a lease is renewed."""
     indexes: tuple[Index, ...]
     """The indexes that exist, except the list of all executions."""
 

@@ -75,7 +75,7 @@ def timed_out(peer: str, *, sent: bool) -> ServerFault:
 
 
 def refused(answer: Answer, address: ServerAddress, op: str) -> EngineError:
-    """The error that an answer stands for."""
+    """The error for a refusal."""
     envelope = _envelope(answer.body)
     if answer.status == HTTPStatus.UNAUTHORIZED and "group" not in envelope:
         missing = "the server needs a token; set FF_API_TOKEN"

@@ -200,7 +200,7 @@ def leaders(tag: str) -> str:
 
 
 def bell(lane_id: str, signature: str = "") -> str:
-    """Whose ring it is: that of a lane, or of the work in it with a signature."""
+    """The name of a bell: of a lane, or of its work with one signature."""
     return f"{lane_id}{_BELL_MARK}{signature}" if signature else lane_id
 
 
@@ -211,7 +211,7 @@ def bell_parts(name: str) -> tuple[str, str]:
 
 
 def ear(listener: str) -> str:
-    """Where a listener hears of bells that it does not know yet."""
+    """The channel that announces new bells to a listener."""
     return f"{_WAKE}{_BELL_MARK}{listener}"
 
 

@@ -183,7 +183,7 @@ async def approve(call: Call[ApproveRequest, NoQuery]) -> Reply:
             signal_dedup_ttl_ms=_DAY_MS if ttl_ms is None else ttl_ms,
         )
     except NotFoundError as error:
-        # Nobody creates it later: unlike a signal, an approval names what it has seen.
+        # Not retryable: unlike an early signal, an approval names an existing waitpoint.
         subject = execution_id if error.code == "execution_not_found" else waitpoint_id
         raise Problem(error.code, subject, status=404) from error
     return answer(variant(outcome))
