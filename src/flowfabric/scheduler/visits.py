@@ -49,7 +49,7 @@ class Visits:
         for task in self._under_way.values():
             task.cancel()
 
-    async def wait(self) -> None:
+    async def wait(self, timeout_s: float | None = None) -> None:
         """Wait until all have ended."""
         if self._under_way:
-            await asyncio.wait(self._under_way.values())
+            await asyncio.wait(self._under_way.values(), timeout=timeout_s)
