@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import signal
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -216,6 +217,20 @@ async def test_what_comes_after_the_answer_is_given_back(
         await come_back(cluster, "hangs")
     await until(lambda: was_released(engine, late), "the release", 20)
     await desk.aclose()
+
+
+async def test_closing_cuts_no_claim_short(engine: Engine, cluster: TestCluster) -> None:
+    (execution_id,) = await submit(engine.backend, partition=served(cluster))
+    desk = ClaimDesk(engine.backend)
+    offer = desk.offer(["default"], "", None, "w-1")
+    offer.lanes["default"].add(execution_id.tag)
+    offer.lanes["default"].swept_at = time.monotonic()
+    claiming = asyncio.create_task(desk.claim({"default": REQUEST}, 1, 30.0))
+    while offer.visits is None or ("default", execution_id.tag) not in offer.visits:  # noqa: ASYNC110 - it lasts a few turns of the loop
+        await asyncio.sleep(0)
+    await desk.aclose()
+    found = await claiming
+    assert [claim.execution_id for claim in found.claims] == [execution_id]
 
 
 @pytest.mark.parametrize("how", ["hangs", "dies"])

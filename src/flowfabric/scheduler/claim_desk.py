@@ -385,5 +385,7 @@ class SharedOffer:
             listener.cancel()
             await asyncio.wait([listener])
         if self.visits is not None:
+            # What a visit claims is still answered.
+            await self.visits.wait(_PROMPT_S)
             self.visits.cancel()
             await self.visits.wait()

@@ -24,7 +24,9 @@ class Visits:
         self._under_way: dict[WorkPlace, asyncio.Task[Any]] = {}
 
     def __contains__(self, place: WorkPlace) -> bool:
-        return place in self._under_way
+        # One that has ended may still be waiting for its callback, but its hint is there.
+        visit = self._under_way.get(place)
+        return visit is not None and not visit.done()
 
     async def begin(self, place: WorkPlace, visit: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a visit; it is done when this returns, unless the server is slow."""
@@ -38,7 +40,8 @@ class Visits:
         return task
 
     def _ended(self, place: WorkPlace, task: asyncio.Task[Any]) -> None:
-        del self._under_way[place]
+        if self._under_way.get(place) is task:
+            del self._under_way[place]
         self._on_end(task)
 
     def cancel(self) -> None:
@@ -46,7 +49,7 @@ class Visits:
         for task in self._under_way.values():
             task.cancel()
 
-    async def wait(self) -> None:
+    async def wait(self, timeout_s: float | None = None) -> None:
         """Wait until all have ended."""
         if self._under_way:
-            await asyncio.wait(self._under_way.values())
+            await asyncio.wait(self._under_way.values(), timeout=timeout_s)
