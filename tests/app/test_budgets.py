@@ -22,8 +22,14 @@ TEAM = budget_id("team")
 
 
 def add_restarted(app: ff.Fabric) -> None:
-    """Tasks that start again after a wait, or that a timeout stops."""
+    """Tasks that start again after a wait, that fail, or that a timeout stops."""
     drafts: dict[str, str] = {}
+
+    @app.task
+    async def failing(ctx: ff.Context, how: str) -> None:
+        async with ctx.reserve("team", tokens=10) if how == "hold" else ctx.usage("team", calls=1):
+            await (await app.client()).delete_budget("team", force=True)
+            raise ff.PermanentError("no answer")
 
     @app.task
     async def reviewed(ctx: ff.Context) -> None:
@@ -317,6 +323,16 @@ async def test_a_name_belongs_to_the_namespace_of_the_application(engine: Engine
 
     assert limited.shared.policy is not None
     assert limited.shared.policy.budget_ids == (budget_id("team", "acme"),)
+
+
+@pytest.mark.parametrize("how", ["hold", "usage"])
+async def test_a_cost_that_cannot_be_counted_hides_no_failure(
+    app: ff.Fabric, serving: Client, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    await serving.create_budget("team", {"tokens": 10})
+    with pytest.raises(ff.ExecutionFailed, match="no answer"):
+        await run(app, "failing", how)
+    assert [r for r in caplog.records if getattr(r, "action", "") == "usage_lost"]
 
 
 async def test_a_missing_budget_is_reported(app: ff.Fabric, serving: Client) -> None:

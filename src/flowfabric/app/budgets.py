@@ -22,13 +22,24 @@ _COUNT_STOPPED_S = 1.0
 """How long a stopped block may take to count what it spent; shorter than the worker's wind-up."""
 
 
-async def _count_stopped_block(budget: str, counting: Awaitable[object]) -> None:
-    """Count what a stopped block spent, best effort, without hiding what stopped it."""
+def _ended_early(kind: type[BaseException]) -> bool:
+    """Whether a block failed or was stopped, rather than suspended."""
+    return issubclass(kind, (Exception, *_STOP_ERRORS))
+
+
+def _limit_s(kind: type[BaseException]) -> float | None:
+    return _COUNT_STOPPED_S if issubclass(kind, _STOP_ERRORS) else None
+
+
+async def _count_unfinished(
+    budget: str, counting: Awaitable[object], within_s: float | None = None
+) -> None:
+    """Count what a failed or stopped block spent, without hiding what ended it."""
     try:
-        async with asyncio.timeout(_COUNT_STOPPED_S):
+        async with asyncio.timeout(within_s):
             await counting
     except (EngineError, TimeoutError) as error:
-        message = "could not count what a stopped task spent of budget %s: %s"
+        message = "could not count what an unfinished block spent of budget %s: %s"
         log.warning(message, budget, error or "no answer", extra={"action": "usage_lost"})
 
 
@@ -80,11 +91,11 @@ class UsageReport:
         # Before adding the duration, which differs in every repeat.
         key = self._default_key()
         self.add(**{_WALL_MS: round((time.monotonic() - self._started) * 1000)})
-        if kind is None or issubclass(kind, Exception):
-            # An exception of the block matters more than a breach, so do not replace it.
-            await self._report(key, enforce=kind is None)
-        elif issubclass(kind, _STOP_ERRORS):
-            await _count_stopped_block(self._budget, self._report(key, enforce=False))
+        if kind is None:
+            await self._report(key, enforce=True)
+        elif _ended_early(kind):
+            counting = self._report(key, enforce=False)
+            await _count_unfinished(self._budget, counting, _limit_s(kind))
         # Otherwise the handler was suspended; it reports when it restarts.
 
 
@@ -138,10 +149,8 @@ class BudgetHold:
         self._open = False
         if kind is None:
             await self.settle()
-        elif issubclass(kind, Exception):
-            await self._settled({})
-        elif issubclass(kind, _STOP_ERRORS):
-            await _count_stopped_block(self._budget, self._settled({}))
+        elif _ended_early(kind):
+            await _count_unfinished(self._budget, self._settled({}), _limit_s(kind))
         # Otherwise the handler was suspended, which releases the hold.
 
 

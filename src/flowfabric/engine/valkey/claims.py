@@ -112,13 +112,15 @@ class ValkeyClaims(Claims):
     async def _completed(self, claimed: ClaimedMany) -> ClaimedMany:
         """The claims with the inputs that did not fit into the reply, and with confirmed slots."""
         claims, slots = claimed.claims, dict[str, list[Slot]]()
+        for claim in claims:
+            if claim.quota_policy_id is not None:
+                slots.setdefault(claim.quota_policy_id, []).append((claim.execution_id, claim.run))
+        # First: they are leased, whether or not their inputs can be read.
+        await self._admission.confirm(slots)
         for position, claim in enumerate(claims):
             if claim.inputs is UNREAD:
                 inputs = await read_inputs(self._calls, claim.execution_id)
                 claims[position] = msgspec.structs.replace(claim, inputs=inputs)
-            if claim.quota_policy_id is not None:
-                slots.setdefault(claim.quota_policy_id, []).append((claim.execution_id, claim.run))
-        await self._admission.confirm(slots)
         return claimed
 
     async def _completed_one(self, claim: Claim) -> Claim:
