@@ -176,7 +176,7 @@ async def test_with_json_every_line_is_an_object(project: Cli) -> None:
     ("options", "message"),
     [
         (("--port", "1", "--listen", "127.0.0.1:1"), "--port and --listen both set the port"),
-        (("--port", "70000"), "should be less than or equal to 65535"),
+        (("--port", "70000"), "must be at most 65535"),
         (("--watch", "nowhere"), "nowhere"),
     ],
 )

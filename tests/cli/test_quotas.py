@@ -99,7 +99,7 @@ async def test_the_list(cli: Cli, engine: Engine) -> None:
     [
         (["create", "openai", "--per", "1500ms"], "must be one or more whole seconds"),
         (["create", "openai", "--per", "0s"], "must be 1s to"),
-        (["create", "openai", "--max-requests", "-1"], "greater than or equal to 0"),
+        (["create", "openai", "--max-requests", "-1"], "must be at least 0"),
         (["create", ""], "must not be empty"),
         (["update", "openai"], "nothing to change\nhint: pass --max-requests, --per"),
         (["update", "nope", "--max-requests", "1"], "quota_policy_not_found"),
