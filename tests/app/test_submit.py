@@ -140,6 +140,12 @@ async def test_options_of_a_wrong_type_are_refused_by_name(option: str, value: A
             nowhere.named("greet", **{option: value})
 
 
+@pytest.mark.parametrize(("argument", "value"), [("url", 5), ("namespace", 5)])
+def test_arguments_of_an_application_have_types(argument: str, value: Any) -> None:
+    with pytest.raises(ValidationError, match=f"invalid_input: {argument}: must be text, got int"):
+        ff.Fabric(**{argument: value})
+
+
 async def test_an_option_that_does_not_exist_is_refused() -> None:
     nowhere = ff.Fabric("valkey://127.0.0.1:1")
     wrong: dict[str, Any] = {"prio": 5}

@@ -34,6 +34,7 @@ from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import ConflictError, EngineError, TransportError, invalid_input
 from flowfabric.core.ids import validate_namespace
 from flowfabric.core.text import plural
+from flowfabric.engine.api import check
 from flowfabric.engine.api.executions import PART
 from flowfabric.engine.connect import ServerLocation
 from flowfabric.engine.layers.tracing import enable as enable_tracing
@@ -68,7 +69,7 @@ class Fabric(AsyncClosing):
         if tracing:
             enable_tracing()
         self.tasks: dict[str, TaskFunction[..., Any, ..., Any]] = {}
-        self.location = ServerLocation(url)
+        self.location = ServerLocation(None if url is None else check.text(url, "url"))
         self._openings: dict[asyncio.AbstractEventLoop, asyncio.Task[Client]] = {}
 
     def __repr__(self) -> str:
