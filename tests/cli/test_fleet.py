@@ -46,6 +46,16 @@ async def test_workers(cli: Cli, engine: Engine) -> None:
     assert (await cli("workers", "--namespace", "third", "--json")).out == ""
 
 
+async def test_workers_show_the_namespaces_that_they_serve(cli: Cli, engine: Engine) -> None:
+    await register(engine, "w-1", "default", namespaces=["*"])
+    await register(engine, "w-2", "default", namespaces=["acme", "globex"])
+    await register(engine, "w-3", "default", namespaces=["default"])
+    _, first, second, third = (await cli("workers")).lines
+    assert "default (serves all) " in first
+    assert "default (serves acme, globex) " in second
+    assert "serves" not in third
+
+
 async def test_lanes(cli: Cli, engine: Engine) -> None:
     await engine.running()
     await engine.create()

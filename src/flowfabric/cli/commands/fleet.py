@@ -53,7 +53,7 @@ def _worker_row(worker: WorkerEntry, now_ms: int) -> Row:
     state = ("draining", "yellow") if worker.draining else ("active", "green")
     return {
         "WORKER": (worker.worker_instance_id, "bold"),
-        "NAMESPACE": worker.namespace,
+        "NAMESPACE": _namespaces(worker),
         "STATE": state,
         "UP": age(now_ms - worker.registered_at_ms),
         "SEEN": f"{age(now_ms - worker.last_heartbeat_ms)} ago",
@@ -61,6 +61,14 @@ def _worker_row(worker: WorkerEntry, now_ms: int) -> Row:
         "LANES": ", ".join(worker.lanes),
         "TASKS": ", ".join(worker.tasks) or "-",
     }
+
+
+def _namespaces(worker: WorkerEntry) -> str:
+    """Where it is registered, and which namespaces it serves if those are others."""
+    if worker.namespaces in ((), (worker.namespace,)):
+        return worker.namespace
+    served = "all" if "*" in worker.namespaces else ", ".join(worker.namespaces)
+    return f"{worker.namespace} (serves {served})"
 
 
 _Partitions = Annotated[
