@@ -113,12 +113,12 @@ async def test_the_most_signatures_of_a_lane_are_those_that_people_chose(
     engine: Engine, namespace: str
 ) -> None:
     """Unknown tasks neither use up the limit nor hide a worker's own."""
-    for n in range(300):
+    for n in range(400):
         await engine.create(execution_kind=f"t{n}", namespace=namespace)
     while (await claim_many(engine, 100, tasks=["none"])).unknown_tasks:
         pass
     gpu = await engine.create(policy=GPU, execution_kind="t7")
-    own = [f"t{n}" for n in range(250, 300)]
+    own = [f"t{n}" for n in range(350, 400)]
     assert len((await claim_many(engine, tasks=own, namespaces=[namespace])).claims) == 50
     assert ids((await claim_many(engine, capabilities=["gpu"])).claims) == [gpu]
 
