@@ -108,6 +108,10 @@ async def test_an_application_checks_the_call_and_sets_the_options(
         (("resize", "a", "--payload", "[1]"), "pass either arguments or --payload, not both"),
         (("resize", "--payload", "a b"), "invalid_input: --payload: not JSON"),
         (("nope:app", "x"), "import: no module named 'nope'"),
+        (
+            ("shop:app:resize", "a"),
+            "hint: put a space between them: flowfabric submit shop:app resize",
+        ),
     ],
 )
 async def test_mistakes_store_nothing(

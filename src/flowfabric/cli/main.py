@@ -106,7 +106,7 @@ _PLAIN_PROBLEMS = (
 """The CLI library's words for a wrong value, and ours."""
 
 _required_argument = re.compile(r"\{([^|{}]+)\}((?:\.\.\.)?)")
-_type_mark = re.compile(r"^(  [^-\s]\S*)( <[^>]+>)( *)", re.MULTILINE)
+_type_mark = re.compile(r"^(  [^-\s]\S*(?: \S+)*?)( <[^>]+>)( *)", re.MULTILINE)
 
 
 class Command(TyperCommand):

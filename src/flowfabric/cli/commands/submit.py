@@ -24,11 +24,12 @@ from flowfabric.engine.connect import ServerLocation
 from flowfabric.sdk.client import Client, Outcome
 
 _is_application = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*").fullmatch
+_is_joined = re.compile(r"([A-Za-z_][\w.]*:[A-Za-z_][\w.]*):(.+)").fullmatch
 _named_argument = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL).fullmatch
 _TASK = (
-    "The task's name. With MODULE:APP before it, the application checks the arguments and sets "
-    "the task's lane, retries, timeouts, budgets and quota. Without it, no budget or quota limits "
-    "the execution."
+    "The task's name. With an application before it, as in `shop:app resize`, the application "
+    "checks the arguments and sets the task's lane, retries, timeouts, budgets and quota. Without "
+    "it, no budget or quota limits the execution."
 )
 _ARGUMENT = (
     "VALUE or NAME=VALUE. A value that is valid JSON is read as JSON, any other value as text; "
@@ -38,7 +39,7 @@ _ARGUMENT = (
 
 async def submit(
     target: Namespaced,
-    task: Annotated[str, argument("TASK", _TASK)],
+    task: Annotated[str, argument("[MODULE:APP] TASK", _TASK)],
     arguments: Annotated[list[str] | None, argument("ARGUMENT", _ARGUMENT)] = None,
     *,
     payload: Annotated[
@@ -69,6 +70,9 @@ async def submit(
     arguments that start with a dash.
     """
     words = list(arguments or ())
+    if joined := _is_joined(task):
+        hint = f"put a space between them: flowfabric submit {joined[1]} {joined[2]}"
+        raise UsageError("usage", f"{task} joins an application and a task", hint)
     app = load_app(task) if (application := _is_application(task)) else Fabric()
     if application:
         task = _task_of(app, task, words)
