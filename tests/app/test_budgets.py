@@ -131,7 +131,7 @@ async def run(app: ff.Fabric, name: str, *args: Any) -> Any:
 
 
 async def test_usage_counts_and_a_breach_fails_the_execution(
-    app: ff.Fabric, serving: Client
+    app: ff.Fabric, serving: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     await serving.create_budget("team", {"tokens": 100}, soft={"tokens": 80})
     assert await run(app, "spend", [60, 25]) == ["ok", "soft_breach"]
@@ -139,7 +139,9 @@ async def test_usage_counts_and_a_breach_fails_the_execution(
         await run(app, "spend", [50])
     assert caught.value.category == "budget_exceeded"
     assert caught.value.attempts == 1
-    assert "85 of 100 tokens are used" in caught.value.reason
+    assert 'budget "team": 85 of 100 tokens are used' in caught.value.reason
+    (failed,) = [r for r in caplog.records if getattr(r, "action", "") == "task_failed"]
+    assert not failed.exc_info
     assert (await serving.budget("team")).usage == {"tokens": 85}
 
 

@@ -129,7 +129,7 @@ async def test_enforcing_raises(engine: Engine, make_worker: MakeWorker, action:
     )
     await engine.backend.budgets.create_budget(new)
     task = await claimed(await make_worker(), engine)
-    with pytest.raises(BudgetExceeded, match="budget team: 0 of 10 a are used") as caught:
+    with pytest.raises(BudgetExceeded, match='budget "team": 0 of 10 a are used') as caught:
         await task.report_usage("team", {"a": 11}, enforce=True)
     assert caught.value.code == "budget_exceeded"
     await task.complete()
@@ -222,7 +222,7 @@ async def test_soft_limits_warn_unless_allowed(
         assert outcome == SoftBreach("a", 2, 1, "allow")
         assert not caplog.records
         await task.report_usage("team", {"a": 2}, enforce=True)
-    assert "exceeded the soft limit of budget team: a 2 of 1" in caplog.text
+    assert 'exceeded the soft limit of budget "team": 2 of 1 a' in caplog.text
     await task.complete()
 
 

@@ -152,7 +152,7 @@ not_runnable T Dependencies can only be added before the execution is claimed.
 terminal T The execution has finished.
 not_blocked_by_deps I The execution waits for no dependency.
 deps_not_satisfied I Dependencies are still open.
-budget_exceeded C Stop spending: finish, fail or suspend the execution as the budget specifies.
+budget_exceeded C Spend less, raise the limit of the budget, or wait until it is reset.
 budget_soft_exceeded I Spending passed the soft limit; work may continue.
 cursor_expired T/410 Events after this cursor were trimmed; resume from the oldest event.
 resume_condition_not_met I More signals are needed.

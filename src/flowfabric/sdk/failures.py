@@ -76,7 +76,7 @@ class FailureDescription(msgspec.Struct, frozen=True):
     """The reason, then where it happened: the innermost frames that fit."""
     log_message: str
     exc_info: BaseException | None
-    """What a log record also shows; None if there is no traceback, or a huge one."""
+    """What a log record also shows; None if its traceback is of no use, or huge."""
 
 
 def describe(error: BaseException) -> FailureDescription:
@@ -101,6 +101,9 @@ def _describe(error: BaseException) -> FailureDescription:
     message = _titled(error)
     if len(message) > _LOGGED_CHARS:
         message = f"{message[:_LOGGED_CHARS]}…"
+    if isinstance(error, errors.BudgetExceeded):
+        # The limit ended the attempt, so the place in the code explains nothing.
+        return FailureDescription(reason, category, report, message, None)
     if sum(map(len, traceback.format_exception(error))) <= _TRACEBACK_CHARS:
         return FailureDescription(reason, category, report, message, error)
     return FailureDescription(reason, category, report, f"{message}\n{report}", None)

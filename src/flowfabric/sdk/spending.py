@@ -56,9 +56,9 @@ class StoppedByBudget(msgspec.Struct, frozen=True):
 
 def exceeded(budget: str, breach: contracts.HardBreach) -> BudgetExceeded:
     """The error for usage that a hard limit does not allow."""
-    held = f" and {breach.reserved} are held" if breach.reserved else ""
-    problem = f"{breach.current_usage} of {breach.hard_limit} {breach.dimension} are used{held}"
-    return BudgetExceeded(f"budget {budget}: {problem}", op="report_usage")
+    held = f" and {breach.reserved:,} are held" if breach.reserved else ""
+    used = f"{breach.current_usage:,} of {breach.hard_limit:,} {breach.dimension} are used{held}"
+    return BudgetExceeded(f'budget "{budget}": {used}', op="report_usage")
 
 
 class BudgetCalls:

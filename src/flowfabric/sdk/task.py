@@ -289,8 +289,8 @@ class ClaimedTask(HeldAttempt):
         """Do what a budget specifies for a breach; other outcomes change nothing."""
         if isinstance(outcome, budgets.SoftBreach):
             if outcome.action != "allow":
-                text = f"{outcome.dimension} {outcome.current_usage} of {outcome.soft_limit}"
-                message = f"exceeded the soft limit of budget {budget}: {text}"
+                text = f"{outcome.current_usage:,} of {outcome.soft_limit:,} {outcome.dimension}"
+                message = f'exceeded the soft limit of budget "{budget}": {text}'
                 log_task(logging.WARNING, "budget_soft_exceeded", self, message)
             return
         if not isinstance(outcome, budgets.HardBreach) or outcome.action == "reject":
