@@ -63,7 +63,7 @@ async def test_names_are_checked(engine: Engine, name: Any) -> None:
             await call(name)
 
 
-def test_without_an_event_loop(valkey: TestServer) -> None:
+def test_without_an_event_loop(engine: Engine, valkey: TestServer) -> None:
     with SyncClient.connect(valkey.url) as client:
         name = new_uuid()
         client.create_quota(name, 5)
