@@ -8,7 +8,7 @@
 
 -- How many steps of the search a lane may cost in a partition, how many each index gets at least, and
 -- how many entries of a priority are read at once.
-local MAX_STEPS, MIN_STEPS, PAGE = 256, 24, 16
+local MAX_STEPS, MIN_STEPS, PAGE = 256, 12, 16
 local TIMES = { 'created_at', 'last_transition_at', 'started_at', 'attempt_started_at', 'resumed_at',
   'completed_at' }
 
