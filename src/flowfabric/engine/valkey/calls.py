@@ -30,10 +30,11 @@ MISFITS = (LookupError, TypeError, ValueError, AttributeError)
 _SHOWN = 12
 _MAX_WARNED = 1000
 _U16_DIGITS = 5
-# How many calls to have in flight at a time, so that other work is not delayed.
 _PROMPT_S = 0.5
 _APART_S = 1.0
+"""How long the calls of one batch to several nodes wait for a node that may be away."""
 _IN_FLIGHT = 16
+"""How many calls to have in flight at a time, so that other work is not delayed."""
 _FIELDS_AT_ONCE = 500
 S = TypeVar("S", int, str)
 Item = TypeVar("Item")
